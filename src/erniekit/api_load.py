@@ -83,7 +83,7 @@ class Found:
         return model
 
     def check(self, model: nn.Module) -> None:
-        """Refuses base + adapter in memory that do not answer as the adapter's run did."""
+        """Raises where base + adapter in memory do not give the logits of the adapter's run."""
         if self.adapter is not None and not self.override_base:
             check_model(self.adapter, self.weights.path, model)
 
@@ -108,7 +108,7 @@ class Found:
         return f"{self.adapter} on {self.weights.path}" if self.adapter else str(self.weights.path)
 
     def _tokenizer_folder(self) -> Path:
-        """An adapter's own tokenizer where it changed one; a mere copy is read beside the config.json it belongs to."""
+        """An adapter's own tokenizer where it changed one; a mere copy is read from the base's folder."""
         base, own = self.weights.path, self.adapter
         if own is None or not has_tokenizer(own):
             return base

@@ -1,5 +1,5 @@
 """What the accelerator of this process lacks, by capability, each with its reason. Written by devices/ when a device is
-picked (what its vendor says, and what was tried), read by kernels/. One process has one accelerator.
+picked (as its vendor documents, and as probes found), read by kernels/. One process has one accelerator.
 
 Imports no torch; has() is read inside compiled layers, so it is a plain look-up.
 """

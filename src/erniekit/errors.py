@@ -1,4 +1,4 @@
-"""Errors a user can cause or meet. Each says what, where and what to do; the CLI prints them without a traceback."""
+"""Errors a user can cause or meet. Each has what, where and what to do; the CLI prints them without a traceback."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CheckpointError(ErnieKitError):
 
 
 class DeviceError(ErnieKitError):
-    """The device asked for is absent or too small."""
+    """The requested device is absent or too small."""
 
 
 class PlanError(ErnieKitError):
@@ -53,6 +53,6 @@ class LaterError(ConfigError):
 
 
 class Preempted(Exception):
-    """A signal asked the run to stop; its checkpoint is written. Exit code 75: run the same command to go on."""
+    """A signal stopped the run; its checkpoint is written. Exit code 75: run the same command to go on."""
 
     exit_code = 75

@@ -1,7 +1,7 @@
 """Progress inside long work: loops over files, rows and tensors call `beat`, and the process's watchdog listens.
 
-Called from every room; the watchdog (train/watchdog.py) and a held cache lock (data/token_cache.py) listen. Without a
-listener a beat is a counter.
+Called from every package; the watchdog (train/watchdog.py) and a held cache lock (data/token_cache.py) listen. Without
+a listener a beat is a counter.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _beats: dict[int, int] = {}  # thread -> how often it has called
 
 
 def beat() -> None:
-    """This thread got one piece further. A listener hears the thread that added it, no other: a save in the background
+    """This thread got one piece further. Only listeners that this thread added are called: a save in the background
     must not pass for progress of the training loop."""
     me = threading.get_ident()
     _beats[me] = _beats.get(me, 0) + 1
-    for thread, hear in tuple(_listeners):
+    for thread, listener in tuple(_listeners):
         if thread == me:
-            hear()
+            listener()
 
 
 def each(items: Iterable[Item]) -> Iterator[Item]:
@@ -35,9 +35,9 @@ def each(items: Iterable[Item]) -> Iterator[Item]:
 
 
 @contextmanager
-def heard_by(hear: Callable[[], None]) -> Iterator[None]:
-    """While the block runs, `hear()` is called at every beat of this thread."""
-    entry = (threading.get_ident(), hear)
+def heard_by(listener: Callable[[], None]) -> Iterator[None]:
+    """While the block runs, `listener()` is called at every beat of this thread."""
+    entry = (threading.get_ident(), listener)
     _listeners.append(entry)
     try:
         yield
@@ -47,11 +47,11 @@ def heard_by(hear: Callable[[], None]) -> Iterator[None]:
 
 def join(thread: threading.Thread, every: float = 0.2) -> None:
     """Waits for a thread; its progress is that of the thread that waits."""
-    seen = None
+    last = None
     while thread.is_alive():
         thread.join(every)
-        now = _beats.get(thread.ident or 0)
-        if now != seen:
-            seen = now
+        count = _beats.get(thread.ident or 0)
+        if count != last:
+            last = count
             beat()
     thread.join()

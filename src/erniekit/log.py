@@ -1,4 +1,4 @@
-"""What the program says to a person: one stream, rank 0, plain lines; colour only on a terminal."""
+"""Output for a person: one stream, rank 0, plain lines; colour only on a terminal."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ def say(text: str = "") -> None:
         print(plain_lines(text), file=stream(), flush=True)
 
 
-def typed(*words: object) -> str:
-    """A command as a person types it into a shell: `typed("chat", folder)`."""
-    return shlex.join(["erniekit", *map(str, words)])
+def typed(*arguments: object) -> str:
+    """An erniekit command line, quoted for a shell: `typed("chat", folder)`."""
+    return shlex.join(["erniekit", *map(str, arguments)])
 
 
-_SECRET_NAMES = ("api_key", "http_proxy")  # parts of the names of keys declared secret; log.py knows no keys
+_SECRET_NAMES = ("api_key", "http_proxy")  # parts of the names of secret keys; log.py does not import their table
 
 
-def without_secrets(words: Sequence[str]) -> list[str]:
+def without_secrets(arguments: Sequence[str]) -> list[str]:
     """A command line without the value of a key that is secret."""
     out, hide = [], False
-    for word in words:
-        name, equals, _ = word.partition("=")
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
         secret = any(part in name.replace("-", "_") for part in _SECRET_NAMES)
-        out.append("***" if hide else f"{name}=***" if secret and equals else word)
+        out.append("***" if hide else f"{name}=***" if secret and equals else argument)
         hide = secret and not equals
     return out
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-DERIVED_ALPHA = -1  # the value of lora_alpha that asks for `default_alpha`
+DERIVED_ALPHA = -1  # the value of lora_alpha that selects `default_alpha`
 RSLORA_ALPHA = 4
 RSLORA_PLUS_SCALE = 4.0
 # The keys that rslora_plus: True sets.

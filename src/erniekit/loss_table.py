@@ -1,7 +1,7 @@
 """The losses by name: `loss_type` of preference training, `token_loss` elsewhere. No torch: config/ reads it too.
 
 The keys of PREFERENCE_LOSSES are the choices of `loss_type`, its facts decide config's rules and what is logged;
-losses/dpo.py has one function under each name. losses/own.py says what a token loss is.
+losses/dpo.py has one function under each name. losses/own.py defines a token loss.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TOKEN_LOSSES = TokenLosses("token loss", {CROSS_ENTROPY: ""}, group="erniekit.lo
 @dataclass(frozen=True)
 class PreferenceLoss:
     what: str
-    needs_reference: bool = True  # else a pair is measured by the policy's log-probabilities alone
+    needs_reference: bool = True  # else a pair is measured only by the policy's log-probabilities
     per_token: bool = False  # takes means over an answer's tokens instead of sums
     sft_ratio: float | None = None  # the weight of the SFT term that belongs to it, whatever sft_loss_ratio is
     log_odds: bool = False  # log odds of the answers are logged as well

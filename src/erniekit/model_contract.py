@@ -1,4 +1,4 @@
-"""What parallel/, lora/, losses/, recipes/ and serve/ may ask of a model, its blocks, expert layers and collaborators.
+"""What parallel/, lora/, losses/, recipes/ and serve/ may use of a model, its blocks, expert layers and collaborators.
 
 A collaborator is a module without weights in a named slot (`embedding`, `output`, a block's `attn.inner`, an expert
 layer's `exchange` and `balance`): spreading a model over ranks puts another one there, and replaces no method. A model
@@ -57,13 +57,13 @@ class ExpertBank(Protocol):
 
 
 class ExpertBlock(Protocol):
-    """`mlp` of a sparse layer. Where it has several banks, `piece` says which slice of a row it works on, and
+    """`mlp` of a sparse layer. Where it has several banks, `piece` is the slice of a row it works on, and
     `correction` holds the routers' biases."""
 
     shared: Any  # the shared experts, or None
 
     def banks(self) -> Iterator[Any]:
-        """Every ExpertBank: text alone, or text and vision."""
+        """Every ExpertBank: of text only, or of text and vision."""
 
 
 class SpreadModel(Protocol):
@@ -76,7 +76,7 @@ class SpreadModel(Protocol):
     row_slice: tuple[int, int]  # which slice of every row is here, of how many
     first: bool  # has the embedding; a pipeline stage may have neither
     last: bool  # has the head
-    records: list[dict[Any, Any]] | None  # what blocks tell of each micro-batch, where it is read
+    records: list[dict[Any, Any]] | None  # what blocks record of each micro-batch, where it is read
 
     def held_layers(self) -> Iterator[tuple[int, Any]]:
         """(number, DecoderBlock) of the layers on this stage."""

@@ -11,8 +11,8 @@ _UNPRINTED = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u20
 _ORDERS = re.compile("(?![\n\t])" + _UNPRINTED.pattern)
 _COLOUR = re.compile("(\x1b\\[[0-9;]*m)")
 
-_LONGEST_WORDS = 160
-# Errors of these kinds tell where a program stumbled, not what is wrong with a file.
+_LONGEST_MESSAGE = 160
+# Messages of these errors are about the code, not about what is wrong with a file.
 _OF_CODE = (TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, NameError, struct.error)
 _MEMBER = re.compile(r"<\w+ filename='([^']*)'[^>]*>")
 _CODE = re.compile(r"<|>|\b0x[0-9a-fA-F]+|\w\.[A-Za-z_]|\w_\w|\w\(\)")
@@ -38,13 +38,13 @@ def counted(number: int, noun: str) -> str:
 
 
 def words_of(error: BaseException) -> str:
-    """What a library's error says to a person: neither classes, addresses nor objects of its code, so that the same
-    fault reads the same each time. Empty where it speaks of nothing else."""
+    """The readable message of a library's error, without classes, addresses or objects of its code, so that the same
+    fault reads the same each time. Empty where nothing else is left."""
     if isinstance(error, _OF_CODE):
         return ""
-    said = (getattr(error, "strerror", None) or str(error)).strip()
-    said = _MEMBER.sub(r"'\1'", said.splitlines()[0]) if said else ""
-    return "" if _CODE.search(said) else plain(said, _LONGEST_WORDS)
+    message = (getattr(error, "strerror", None) or str(error)).strip()
+    message = _MEMBER.sub(r"'\1'", message.splitlines()[0]) if message else ""
+    return "" if _CODE.search(message) else plain(message, _LONGEST_MESSAGE)
 
 
 def fault_of(error: BaseException) -> str:

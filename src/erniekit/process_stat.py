@@ -1,4 +1,4 @@
-"""What Linux says of a process in /proc/<pid>/stat. Other systems have no such file: OSError."""
+"""Reads /proc/<pid>/stat of Linux. Other systems have no such file: OSError."""
 
 from __future__ import annotations
 

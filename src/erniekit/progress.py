@@ -30,7 +30,7 @@ class WorkProgress:
         self.what, self.total, self.unit, self.every = what, total, unit, every
         self.done = 0
         self._shown = os.environ.get("RANK", "0") == "0"
-        self._began = self._told = time.monotonic()
+        self._began = self._printed_at = time.monotonic()
         self._bar = (
             tqdm(total=total, desc=what, unit=f" {unit}", unit_scale=True, delay=delay, leave=False, file=self.out)
             if self._shown and self.out.isatty()
@@ -41,7 +41,7 @@ class WorkProgress:
         self.done += count
         if self._bar is not None:
             self._bar.update(count)
-        self.tell()
+        self.print_line()
 
     def print(self, line: str) -> None:
         """A result that is known before the work is done, above the bar."""
@@ -50,11 +50,11 @@ class WorkProgress:
         else:
             print(line, flush=True)
 
-    def tell(self) -> None:
-        """A line, where none was written for a while."""
+    def print_line(self) -> None:
+        """Prints a line, where `every` seconds have passed since the last one."""
         now = time.monotonic()
-        if self._bar is None and self._shown and now - self._told >= self.every:
-            self._told = now
+        if self._bar is None and self._shown and now - self._printed_at >= self.every:
+            self._printed_at = now
             print(self.line(now - self._began), file=self.out, flush=True)
 
     def line(self, seconds: float) -> str:

@@ -58,12 +58,12 @@ def installed_plugins(group: str) -> list[Plugin]:
 
 @lru_cache(maxsize=4)
 def _all_plugins(path: tuple[str, ...]) -> tuple[Plugin, ...]:
-    """path: sys.path as it is now; the answer changes with it."""
+    """path: sys.path as it is now, as key of the cache."""
     from importlib.metadata import entry_points
 
-    known, found = entry_points(), []
-    for group in sorted(group for group in known.groups if group.startswith("erniekit.")):
-        for entry in known.select(group=group):
+    points, found = entry_points(), []
+    for group in sorted(group for group in points.groups if group.startswith("erniekit.")):
+        for entry in points.select(group=group):
             dist = entry.dist
             named = f"{dist.metadata['Name']} {dist.version}" if dist is not None else "(unknown)"
             found.append(Plugin(group, entry.name, entry.value, named))
@@ -73,8 +73,8 @@ def _all_plugins(path: tuple[str, ...]) -> tuple[Plugin, ...]:
 @lru_cache
 def _warn_clash(kind: str, plugin: Plugin, others: tuple[str, ...]) -> None:
     """Once a process for each."""
-    known = f"also brought by {', '.join(others)}" if others else "built in"
-    warn(f"{plugin.distribution}: its {kind} {plugin.name!r} is not used, that name is {known}")
+    owner = f"also brought by {', '.join(others)}" if others else "built in"
+    warn(f"{plugin.distribution}: its {kind} {plugin.name!r} is not used, that name is {owner}")
 
 
 class Registry:

@@ -14,4 +14,4 @@ class RunResult:
     metrics: dict[str, float] = field(default_factory=dict)
     steps: int = 0
     next_commands: list[str] = field(default_factory=list)
-    note: str = ""  # what the person must know about the result
+    note: str = ""  # a remark on the result for the user

@@ -1,6 +1,6 @@
 """The kinds of stored weights by name: which exist, without importing torch. Read by config/ and by kernels/stored.
 
-A further kind is one class (kernels/stored/base.py says what it must have) and one entry point of the group
+A further kind is one class (kernels/stored/base.py has its interface) and one entry point of the group
 `erniekit.weight_kinds`, or one line here; `frozen_base: NAME` then uses it.
 """
 
@@ -28,7 +28,7 @@ WEIGHT_KINDS = Registry(
 # The same bytes, multiplied in fp8: `frozen_products: fp8` takes the one for the other.
 IN_FP8 = {"fp8": "fp8", "int4": "int4-fp8", "mxfp4": "mxfp4-fp8"}
 
-# Mixes by name: the kind of each role a weight can have (lora/frozen_base.py tells which has which).
+# Mixes by name: the kind of each role a weight can have (by lora/frozen_base.py).
 ROLES = ("attention", "mlp", "experts", "shared")
 MIXES = {"wint4/8": {"attention": "int8", "mlp": "int8", "experts": "int4", "shared": PLAIN}}
 
@@ -36,7 +36,7 @@ MIXES = {"wint4/8": {"attention": "int8", "mlp": "int8", "experts": "int4", "sha
 BITS = {"fp8": 8.0, "int8": 8.0, "int4": 4.0, "int4-group": 4.25, "mxfp4": 4.25, "nf4": 4.125}
 
 BASES = (BF16, *(kind for kind in WEIGHT_KINDS if kind not in (PLAIN, *set(IN_FP8.values()) - {"fp8"})), *MIXES)
-# Words of `quantization` that the embedded engine packs by -> the base.
+# Values of `quantization` that the embedded engine packs by -> the base.
 SERVED = {"wint8": "int8", "wint4": "wint4/8", "wint4/8": "wint4/8"}
 
 

@@ -82,7 +82,7 @@ def save(output: str, seed: int, fault: str = "", limit: int = 1500) -> tuple[st
         manager.start()
     saves = CollectiveSaves(manager, world, sharding, pick("cpu"), dist.new_group(backend="gloo"), timeout=60)
     wrote, asked = [], [0]
-    stream, answer, done = assembly.write_stream, gather.Exchange._answer, gather.Exchange._done
+    stream, answer, done = assembly.write_stream, gather.Exchange._send_part, gather.Exchange._done
 
     def counted(self: Any, name: str) -> None:
         asked[0] += 1
@@ -111,7 +111,7 @@ def save(output: str, seed: int, fault: str = "", limit: int = 1500) -> tuple[st
     own_part = gather.Exchange._part
     if fault == "failing device" and rank == 1:
         gather.Exchange._part = lambda self, name: own_part(self, name).as_subclass(FailingTensor)  # type: ignore
-    assembly.write_stream, gather.Exchange._answer, gather.Exchange._done = streamed, counted, faulty  # type: ignore
+    assembly.write_stream, gather.Exchange._send_part, gather.Exchange._done = streamed, counted, faulty  # type: ignore
     try:
         model = ModelFiles(entries(), failing_check if fault == "failing check" and rank == 1 else check, limit=limit)
         saves.save(1, {"weights": held}, write, final=True, model=model)
@@ -119,7 +119,7 @@ def save(output: str, seed: int, fault: str = "", limit: int = 1500) -> tuple[st
     except CheckpointError as error:
         return error.what, wrote, asked[0]
     finally:
-        assembly.write_stream, gather.Exchange._answer, gather.Exchange._done = stream, answer, done  # type: ignore
+        assembly.write_stream, gather.Exchange._send_part, gather.Exchange._done = stream, answer, done  # type: ignore
         gather.Exchange._part = own_part  # type: ignore
         writer.ops.__dict__.pop("write", None)
         if rank == 0:

@@ -49,7 +49,7 @@ def save(output: str, seed: int, fault: str = "") -> tuple[str, int]:
     """What went wrong, and how many tensors this rank was asked for."""
     rank, size = dist.get_rank(), dist.get_world_size()
     sharding = random_sharding(SHAPES, size, seed)
-    saves, sent, plain = saves_of(output, sharding), [0], gather.Exchange._answer
+    saves, sent, plain = saves_of(output, sharding), [0], gather.Exchange._send_part
 
     def counted(self: Any, name: str) -> None:
         sent[0] += 1
@@ -70,14 +70,14 @@ def save(output: str, seed: int, fault: str = "") -> tuple[str, int]:
         return own(self, told)
 
     held = {f"{n}/exp_avg": sharding.local(n, rank, value_of(n)) for n in SHAPES if sharding.boxes(n, rank)}
-    gather.Exchange._answer, gather.Exchange._write_own = counted, faulty  # type: ignore[method-assign]
+    gather.Exchange._send_part, gather.Exchange._write_own = counted, faulty  # type: ignore[method-assign]
     try:
         saves.save(1, {"moments": held}, write, final=True)
         return "", sent[0]
     except CheckpointError as error:
         return error.what, sent[0]
     finally:
-        gather.Exchange._answer, gather.Exchange._write_own = plain, own  # type: ignore[method-assign]
+        gather.Exchange._send_part, gather.Exchange._write_own = plain, own  # type: ignore[method-assign]
         if rank == 0:
             saves.manager.close()
 

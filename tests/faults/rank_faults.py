@@ -224,7 +224,7 @@ def _in_a_save(faulty: Faulty) -> None:
     around(CheckpointManager, "_publish", publish)
     around(CollectiveSaves, "save", save)
     around(CollectiveSaves, "_settle", settle)
-    around(Exchange, "_answer", answer)
+    around(Exchange, "_send_part", answer)
     around(Exchange, "_write_own", write_own)
 
 

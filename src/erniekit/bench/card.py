@@ -1,6 +1,7 @@
 """The card's own gauges while it works: clock, power and temperature, as `nvidia-smi` reads them. Nothing is ever set.
 
-Used by worker.py, turns.py and measure.py. Where the tool is absent or says something odd there are no readings.
+Used by worker.py, turns.py and measure.py. Where the tool is absent or its output is not understood there are no
+readings.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LONGEST = 200  # characters of a line
 @dataclass(frozen=True)
 class Reading:
     moment: float  # of time.monotonic()
-    values: tuple[float | None, ...]  # as FIELDS; None where this card does not tell
+    values: tuple[float | None, ...]  # as FIELDS; None where this card does not report it
 
 
 class Watch:
@@ -83,14 +84,14 @@ class Watch:
 
 def parse(line: str) -> tuple[float | None, ...]:
     """Empty when it is not a line of readings; a field may be `[N/A]`."""
-    words = line.split(",")
-    values = tuple(_number(word) for word in words)
-    return values if len(words) == len(FIELDS) and any(v is not None for v in values) else ()
+    fields = line.split(",")
+    values = tuple(_number(field) for field in fields)
+    return values if len(fields) == len(FIELDS) and any(v is not None for v in values) else ()
 
 
-def _number(word: str) -> float | None:
+def _number(text: str) -> float | None:
     try:
-        value = float(word)
+        value = float(text)
     except ValueError:
         return None
     return value if math.isfinite(value) else None
@@ -99,5 +100,5 @@ def _number(word: str) -> float | None:
 def medians(readings: Iterable[Reading]) -> dict[str, float]:
     """By field; without those that have no reading."""
     columns = zip(FIELDS, zip(*(reading.values for reading in readings)))
-    known = ((name, [v for v in column if v is not None]) for name, column in columns)
-    return {name: statistics.median(values) for name, values in known if values}
+    with_values = ((name, [v for v in column if v is not None]) for name, column in columns)
+    return {name: statistics.median(values) for name, values in with_values if values}

@@ -32,20 +32,20 @@ AHEAD = 8  # cores from which on the next process may import while this one meas
 
 
 def bench_command(args: list[str]) -> int:
-    given = _parser().parse_args(args)
-    if given.list:
+    flags = _parser().parse_args(args)
+    if flags.list:
         for work in WORKLOADS.values():
             say(f"{work.name:<10} {work.about}; peers: {', '.join(work.possible) or '-'}")
         return 0
-    out = Path(given.output_dir).expanduser()
-    if given.calibrate:
-        return _calibrate(out, given.tiny)
-    if given.real:
-        return _real(given, out)
-    wanted, options = chosen(_words(given.only)), _options(given)
-    results_of = [name for work in wanted for name in (f"{work.name}.json", f"{work.name}.profile.txt")]
+    out = Path(flags.output_dir).expanduser()
+    if flags.calibrate:
+        return _calibrate(out, flags.tiny)
+    if flags.real:
+        return _real(flags, out)
+    work_list, options = chosen(_items(flags.only)), _options(flags)
+    results_of = [name for work in work_list for name in (f"{work.name}.json", f"{work.name}.profile.txt")]
     OwnedFiles(out).claim("bench.json", *results_of)
-    results, failed = run_all(wanted, options, out, given.seconds_limit)
+    results, failed = run_all(work_list, options, out, flags.seconds_limit)
     for line in (*table(results), *remarks(results)) if results else ():
         say(line)
     say(f"written to {out / 'bench.json'}")
@@ -53,17 +53,17 @@ def bench_command(args: list[str]) -> int:
     return 1 if failed or wrong else 0
 
 
-def _real(given: argparse.Namespace, out: Path) -> int:
+def _real(flags: argparse.Namespace, out: Path) -> int:
     from erniekit.bench import real
 
-    cases = [real.cut(case, given.layers) for case in real.chosen(_words(given.only))]
-    cases = [real.tiny(case) for case in cases] if given.tiny else cases
-    if given.steps != STEPS:
-        cases = [replace(case, steps=given.steps) for case in cases]
-    more = _options(given).keys
+    cases = [real.cut(case, flags.layers) for case in real.chosen(_items(flags.only))]
+    cases = [real.tiny(case) for case in cases] if flags.tiny else cases
+    if flags.steps != STEPS:
+        cases = [replace(case, steps=flags.steps) for case in cases]
+    more = _options(flags).keys
     OwnedFiles(out).claim("real.json")
     with tempfile.TemporaryDirectory() as work:
-        results, failed = real.run_real(cases, out, Path(work), dict(more), given.again)
+        results, failed = real.run_real(cases, out, Path(work), dict(more), flags.again)
     for line in real.table(results):
         say(line)
     say(f"written to {out / 'real.json'}")
@@ -89,7 +89,7 @@ def run_all(
     began = time.monotonic()
     results: list[dict[str, Any]] = []
     failed: list[str] = []
-    # Each alone in its process; tiny ones share one, whose start is what takes the time there.
+    # Each in a process of its own; tiny ones share one, whose start is what takes the time there.
     groups = [list(work)] if options.tiny else [[each] for each in work]
     waiting: Worker | None = None
     ahead = (os.cpu_count() or 1) >= AHEAD
@@ -111,7 +111,7 @@ def run_all(
                     say(f"{each.name}: no result")
                 else:
                     results.append(result)
-                    _tell(result, out)
+                    _show(result, out)
             (out / "bench.json").write_text(json.dumps({"results": results, "failed": failed}, indent=1))
     finally:
         if waiting is not None:
@@ -127,16 +127,16 @@ def _read(out: Path, work: Workload) -> dict[str, Any] | None:
     return result
 
 
-def _tell(result: dict[str, Any], out: Path) -> None:
+def _show(result: dict[str, Any], out: Path) -> None:
     if not result["tiny"]:  # those are done in no time, and the table follows
         for line in (*table([result])[2:], *differences(result)):
             say(f"  {line}")
     if result["profile"]:
         from erniekit.bench.profile import lines
 
-        told = lines(result["workload"], result["profile"])
-        (out / f"{result['workload']}.profile.txt").write_text("\n".join(told) + "\n")
-        for line in told:
+        profile = lines(result["workload"], result["profile"])
+        (out / f"{result['workload']}.profile.txt").write_text("\n".join(profile) + "\n")
+        for line in profile:
             say(f"  {line}")
 
 
@@ -149,7 +149,7 @@ class Worker:
         )
 
     def run(self, work: Sequence[Workload], options: BenchOptions, out: Path, seconds: float | None) -> None:
-        """What it finds out is in out/NAME.json; when `seconds` are over, what it has found out by then."""
+        """The result is in out/NAME.json; when `seconds` are over, what is measured by then."""
         orders = []
         for each in work:
             file = out / f"{each.name}.json"
@@ -170,8 +170,8 @@ class Worker:
             self._process.wait()
 
 
-def _options(given: argparse.Namespace) -> BenchOptions:
-    peers = None if given.peers is None else tuple(p for p in _words(given.peers) if p != "none")
+def _options(flags: argparse.Namespace) -> BenchOptions:
+    peers = None if flags.peers is None else tuple(p for p in _items(flags.peers) if p != "none")
     for name in peers or ():
         if name not in NEEDS:
             near = nearest(name, list(NEEDS))
@@ -181,19 +181,19 @@ def _options(given: argparse.Namespace) -> BenchOptions:
                 fix=f"did you mean {near[0]}?" if near else "choose from: none, " + ", ".join(NEEDS),
             )
     keys = {}
-    for word in given.keys:
-        key, equals, value = word.partition("=")
+    for setting in flags.keys:
+        key, equals, value = setting.partition("=")
         if not equals:
-            raise ConfigError(f"{word!r} is not key=value", where="erniekit bench", fix="write attention=varlen")
+            raise ConfigError(f"{setting!r} is not key=value", where="erniekit bench", fix="write attention=varlen")
         keys[key] = value
-    for number, flag, least in ((given.steps, "--steps", 1), (given.warmup, "--warmup", 1)):
+    for number, flag, least in ((flags.steps, "--steps", 1), (flags.warmup, "--warmup", 1)):
         if number < least:
             raise ConfigError(f"{flag} is {number}", where="erniekit bench", fix=f"use {least} or more")
-    return BenchOptions(peers, given.steps, given.warmup, given.tiny, given.profile, keys, given.seed)
+    return BenchOptions(peers, flags.steps, flags.warmup, flags.tiny, flags.profile, keys, flags.seed)
 
 
-def _words(text: str) -> list[str]:
-    return [word for word in text.replace(" ", ",").split(",") if word]
+def _items(text: str) -> list[str]:
+    return [item for item in text.replace(" ", ",").split(",") if item]
 
 
 class _Parser(argparse.ArgumentParser):

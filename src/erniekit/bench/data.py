@@ -34,7 +34,7 @@ class PeerRows:
 
     @property
     def unshifted(self) -> torch.Tensor:
-        """labels as transformers wants them: at the place of the token itself. A row's last place trains nothing."""
+        """labels as transformers takes them: at the place of the token itself. A row's last place trains nothing."""
         return torch.nn.functional.pad(self.labels[:, :-1], (1, 0), value=IGNORE)
 
     def to(self, device: torch.device) -> PeerRows:
@@ -140,14 +140,14 @@ def pictured_row(
     high, wide = sides(rows.picture)
     sizes = [rows.length // rows.pictures] * rows.pictures
     sizes[-1] += rows.length - sum(sizes)
-    seen, out = rows.picture + 2, []  # with its marks
+    picture_tokens, out = rows.picture + 2, []  # with its marks
     for size in sizes:
         sample = _sample(size, 0.0, vocab, rng)
         text = np.where(sample.ids == ids.place, 3, sample.ids).astype(np.int32)
-        text[:seen] = [ids.start, *[ids.place] * rows.picture, ids.end]
+        text[:picture_tokens] = [ids.start, *[ids.place] * rows.picture, ids.end]
         labels = np.append(text[1:], IGNORE).astype(np.int32)
-        labels[: seen - 1] = IGNORE
-        kinds = np.where(np.arange(size) < seen, IMAGE, TEXT).astype(np.uint8)
+        labels[: picture_tokens - 1] = IGNORE
+        kinds = np.where(np.arange(size) < picture_tokens, IMAGE, TEXT).astype(np.uint8)
         out.append((Sample(text, labels), _places(size, high, wide), kinds))
     return out
 

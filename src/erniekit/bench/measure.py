@@ -83,7 +83,7 @@ class ProductRate:
 
 
 def product_rate(device: Device, dtype: torch.dtype, watch: Watch, held_seconds: float | None = None) -> ProductRate:
-    """8192 cubed on a card; a CPU makes a few small products, unless it is told for how long."""
+    """8192 cubed on a card; a CPU makes a few small products, unless held_seconds is given."""
     size, repeats, tries, usual = (8192, 10, 3, HELD) if device.asynchronous else (256, 4, 2, 0.0)
     long = usual if held_seconds is None else held_seconds
     a, b = (torch.randn(size, size, device=device.handle, dtype=dtype) for _ in range(2))

@@ -70,7 +70,7 @@ class Ours(Runner):
             _skew(built)
         prepare = self._prepare(stage)
         optimizer = make_optimizer(cfg, built)
-        # A schedule asks how long the run is; a constant rate does not care.
+        # A schedule needs the length of the run; a constant rate does not use it.
         run = cast("TrainData", SimpleNamespace(max_steps=10**6))
         self.train_step = step_for(cfg, built, optimizer, run, prepare)
         self.loads = balance_hook(cfg, built)
@@ -102,7 +102,7 @@ class Ours(Runner):
         place = number % len(self.task.steps)
         batches = [self.kept.get(place, self.task.steps[place].batch)]
         if self.files is not None:
-            self.wait.ask(time.perf_counter())
+            self.wait.request(time.perf_counter())
             batches = next(self.files.steps)
             self.wait.came(time.perf_counter())
         launched = self.train_step.launch(batches, number + 1)

@@ -1,4 +1,4 @@
-"""What the planner expects of a workload, beside what was measured of it: in results, and in the table of records.
+"""What the planner expects of a workload, and what was measured of it: in results, and in the table of records.
 
 Called by ours.py while a workload is built, and by benchmarks/planner.py and tests for runs that were recorded.
 """
@@ -27,12 +27,12 @@ from erniekit.recipes.planning import job_of, shape_of
 from erniekit.recipes.run_plan import RunPlan
 
 FORMAT = "erniekit-planner-records-1"
-LOW, HIGH, TIME = 0.02, 0.05, 0.10  # how far a plan may be below and above a peak, and beside a step
+LOW, HIGH, TIME = 0.02, 0.05, 0.10  # how far a plan may be below and above a peak, and off a step's time
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a plan cannot know of a run before it begins."""
+    """Facts of a run that are not there before it begins."""
 
     again: int  # layers computed again, as the run decided
     document: float  # tokens of a document, each token's own counted
@@ -81,8 +81,8 @@ def plan_of(record: Record, card: str = "h200") -> Candidate:
     work = WORKLOADS[record.workload]
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(dict(work.model)))
-        words = run_keys(work, Path(name), "bf16", record.keys)
-        cfg = load([f"{key}={value}" for key, value in words.items()], "train")
+        keys = run_keys(work, Path(name), "bf16", record.keys)
+        cfg = load([f"{key}={value}" for key, value in keys.items()], "train")
         job = job_of(cfg, shape_of(cfg), work.rows.count)
     site = Site(CARDS[card], rates_of(CARDS[card]), 1, limit=float("inf"))
     return evaluate(_with(job, record.facts), Layout(), site, exact=True)
@@ -112,7 +112,7 @@ def as_file(records: Iterable[Record]) -> str:
 
 @dataclass(frozen=True)
 class Error:
-    """A plan beside its record: how far off, as shares."""
+    """A plan against its record: how far off, as shares."""
 
     record: Record
     gib: float

@@ -56,7 +56,7 @@ def profile_steps(step: Callable[[int], Any], first: int, before: int, count: in
     longer. The recorder is open already, as opening it for the first time is a pause in which they would rise again."""
     from torch.profiler import ProfilerActivity, profile, schedule
 
-    # The profiler knows devices by torch's words. No events of the host beside a card's: there are many more of them.
+    # The profiler names devices as torch does. No events of the host with a card's: there are many more of them.
     activity = getattr(ProfilerActivity, device.type.upper(), ProfilerActivity.PrivateUse1)
     card = activity != ProfilerActivity.CPU
     with profile(activities=[activity], schedule=schedule(wait=0, warmup=before, active=count, repeat=1)) as recorded:
@@ -73,8 +73,8 @@ def profile_steps(step: Callable[[int], Any], first: int, before: int, count: in
 
 
 def spans_of(recorded: Any, device: Device) -> list[KernelSpan]:
-    """The raw events: key_averages() says the same of kernels and takes a tenth of a millisecond for each, and for each
-    launch."""
+    """The raw events: key_averages() gives the same of kernels and takes a tenth of a millisecond for each, and for
+    each launch."""
     kind = getattr(torch.autograd.DeviceType, device.type.upper(), torch.autograd.DeviceType.PrivateUse1)
     events = recorded.profiler.kineto_results.events()
     mine = (e for e in events if e.device_type() == kind and not e.is_user_annotation())

@@ -3,7 +3,7 @@ from outside: to the first line on the screen, to the first step, real tokens a 
 step to the end. Called by command.py and benchmarks/real.py; imports no torch.
 
 A case's folder has the config.json of a real shape and a tokenizer; weights are drawn at random (continue_training:
-False), so that nothing is downloaded. Its rows are text of the demo, cut to the token counts that the case asks for.
+False), so that nothing is downloaded. Its rows are text of the demo, cut to the token counts of the case.
 """
 
 from __future__ import annotations
@@ -113,15 +113,15 @@ def write_rows(case: RealCase, folder: Path, file: Path, count: int, seed: int =
     from erniekit.demo.tiny import demo_text
 
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    known = [line.replace("\n", " ") + " " for line in demo_text()]
-    sizes = [len(pieces.encode(line)) for line in known]
+    texts = [line.replace("\n", " ") + " " for line in demo_text()]
+    sizes = [len(pieces.encode(line)) for line in texts]
     rng = random.Random(seed)
 
     def text(tokens: int) -> str:
         out: list[str] = []
         while tokens > 0:
-            pick = rng.randrange(len(known))
-            out.append(known[pick])
+            pick = rng.randrange(len(texts))
+            out.append(texts[pick])
             tokens -= sizes[pick]
         return "".join(out[:-1]) or out[0]
 
@@ -164,25 +164,29 @@ def _command(case: RealCase, folder: Path, more: Mapping[str, str]) -> dict[str,
         **case.keys,
         **more,
     }
-    words = [sys.executable, "-m", "erniekit", "train", *(f"{key}={value}" for key, value in keys.items())]
+    command = [sys.executable, "-m", "erniekit", "train", *(f"{key}={value}" for key, value in keys.items())]
     began = time.monotonic()
     with subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
     ) as process:
-        seen = list(_timed(process, began))
+        output_lines = list(_timed(process, began))
         code = process.wait()
     ended = time.monotonic() - began
     if code:
-        return {"failed": [line for _, line in seen[-8:]], "exit_code": code}
-    steps = [(when, int(found[1])) for when, line in seen if "loss: " in line and (found := STEP.search(line))]
+        return {"failed": [line for _, line in output_lines[-8:]], "exit_code": code}
+    steps = [(when, int(found[1])) for when, line in output_lines if "loss: " in line and (found := STEP.search(line))]
     first, last = steps[0][0], max(when for when, step in steps if step == case.steps)
     return {
-        "first_line_s": seen[0][0],
+        "first_line_s": output_lines[0][0],
         "first_step_s": first,
         "to_the_end_s": ended - last,
         "seconds": ended,
         **rates(list(_records(output / "metrics.jsonl"))),
-        "rows": [line.strip() for _, line in seen if line.startswith(("rows ", "note "))],
+        "rows": [line.strip() for _, line in output_lines if line.startswith(("rows ", "note "))],
     }
 
 
@@ -215,7 +219,7 @@ def rates(records: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    return aligned(HEAD, [_row(result) for result in results], words=(0, len(HEAD) - 1))
+    return aligned(HEAD, [_row(result) for result in results], text_columns=(0, len(HEAD) - 1))
 
 
 def _row(result: Mapping[str, Any]) -> tuple[str, ...]:

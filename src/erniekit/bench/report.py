@@ -1,4 +1,4 @@
-"""A benchmark's result for people: one table, and the lines below it that say what to make of it.
+"""A benchmark's result for people: one table, and remarks below it.
 
 Called by command.py with the workers' JSON.
 """
@@ -17,15 +17,15 @@ HEAD = (
 def table(results: Sequence[dict[str, Any]]) -> list[str]:
     """Markdown, aligned: it reads in a terminal and in a page."""
     body = [_row(result, run, k == 0) for result in results for k, run in enumerate(result["runs"])]
-    return aligned(HEAD, body, words=(0, 1))
+    return aligned(HEAD, body, text_columns=(0, 1))
 
 
-def aligned(head: Sequence[str], body: Sequence[Sequence[str]], words: Sequence[int]) -> list[str]:
-    """words: columns of text, which begin at the left; numbers end at the right."""
+def aligned(head: Sequence[str], body: Sequence[Sequence[str]], text_columns: Sequence[int]) -> list[str]:
+    """text_columns: aligned left; numbers are aligned right."""
     widths = [max(len(row[c]) for row in (head, *body)) for c in range(len(head))]
 
     def line(cells: Sequence[str]) -> str:
-        fitted = [c.ljust(w) if k in words else c.rjust(w) for k, (c, w) in enumerate(zip(cells, widths))]
+        fitted = [c.ljust(w) if k in text_columns else c.rjust(w) for k, (c, w) in enumerate(zip(cells, widths))]
         return "| " + " | ".join(fitted) + " |"
 
     rule = "|" + "|".join("-" * (w + 2) for w in widths) + "|"
@@ -114,9 +114,9 @@ def _machine(results: Sequence[dict[str, Any]]) -> list[str]:
     return [f"{middle['device']}: {burst} TFLOP/s at first, {held} held" + (f" ({gauges})" if gauges else "")]
 
 
-def _gauges(known: dict[str, Any]) -> str:
+def _gauges(readings: dict[str, Any]) -> str:
     units = (("clock_mhz", "MHz"), ("power_w", "W"), ("temperature_c", "C"))
-    return ", ".join(f"{known[name]:.0f} {unit}" for name, unit in units if known.get(name) is not None)
+    return ", ".join(f"{readings[name]:.0f} {unit}" for name, unit in units if readings.get(name) is not None)
 
 
 def _goals(name: str, result: dict[str, Any], ours: dict[str, Any]) -> list[str]:

@@ -24,7 +24,7 @@ class Task:
 
     workload: Workload
     options: BenchOptions
-    folder: Path  # holds config.json alone
+    folder: Path  # holds only config.json
     hardware: Device
     dtype: torch.dtype
     steps: list[StepData]
@@ -59,11 +59,11 @@ class StepNumbers:
 
 class Runner:
     name = ""
-    note = ""  # what a reader of the result should know of this run
+    note = ""  # a remark on this run for the reader of the result
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self.waits: dict[int, float] = {}  # by step: seconds that the device had nothing to do for want of data
+        self.waits: dict[int, float] = {}  # by step: seconds that the device was idle without data
 
     def build(self) -> None:
         """Model and optimiser on the device."""

@@ -96,7 +96,7 @@ class Turns:
                 self.lanes.append(Lane(peer_class(name)(task)))
 
     def run(self, booked: Callable[[], None] = lambda: None) -> None:
-        """booked: called whenever there is more to tell."""
+        """booked: called whenever there are more results."""
         if self.task.workload.together:
             self._together(booked)
         else:
@@ -193,8 +193,8 @@ class Turns:
         lane.readings += self.watch.last(sum(seconds))
         lane.seconds += seconds
         if lane.runner.waits:  # the last one's is not known before the next step
-            known = sum(lane.runner.waits.get(number, 0.0) for number in range(first, first + count))
-            lane.waited = (lane.waited or 0.0) + known
+            waited = sum(lane.runner.waits.get(number, 0.0) for number in range(first, first + count))
+            lane.waited = (lane.waited or 0.0) + waited
         lane.losses += [each.values()["loss"] for each in numbers]
         self._book(lane, others)
 
@@ -227,7 +227,7 @@ class Turns:
             failed = _in_short(error)
             if lane is self.lanes[0]:
                 traceback.print_exc()
-        # Here the error is gone, and with it what its frames held on to.
+        # Here the error is freed, and with it what its frames held on to.
         self._drop(lane)
         if failed == "out of memory" and not again and lane.runner.save_memory():
             say(f"  {lane.name}: out of memory; again with recompute")
@@ -248,7 +248,7 @@ class Turns:
         lane.runner.close()
         self.gauge.sweep()
         if lane.own > GIB and self.gauge.held() > held - lane.own // 2:
-            torch._dynamo.reset()  # compiled code may be what still knows the model
+            torch._dynamo.reset()  # compiled code may still hold the model
             self.gauge.sweep()
         lane.built, lane.own = False, 0
 

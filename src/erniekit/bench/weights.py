@@ -60,5 +60,5 @@ def fill(
 
 def require_filled(model: nn.Module) -> None:
     """After tied weights and computed tables too: nothing of the model is left on the meta device."""
-    left = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
-    assert not left, f"no weights for {left[:3]}"
+    unfilled = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
+    assert not unfilled, f"no weights for {unfilled[:3]}"

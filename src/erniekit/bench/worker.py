@@ -23,7 +23,7 @@ from erniekit.log import say
 
 
 def measure(work: Workload, options: BenchOptions, write: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """write: is given what is known so far, in case the rest is never reached."""
+    """write: called with the results so far, in case the rest is never reached."""
     import torch
 
     from erniekit.bench.card import Watch
@@ -43,8 +43,8 @@ def measure(work: Workload, options: BenchOptions, write: Callable[[dict[str, An
         (folder / "config.json").write_text(json.dumps(dict(work.model)))
         data = make_steps(work.rows, int(work.model["vocab_size"]), 4, options.seed, PictureIds.of(work.model))
         task = Task(work, options, folder, machine, dtype, data)
-        asked = work.peers if options.peers is None else tuple(p for p in work.possible if p in options.peers)
-        turns = Turns(task, asked, None if options.seconds is None else began + options.seconds, watch)
+        peers = work.peers if options.peers is None else tuple(p for p in work.possible if p in options.peers)
+        turns = Turns(task, peers, None if options.seconds is None else began + options.seconds, watch)
         config = ModelFolder(folder, weights=False).config
 
         def result(gemm: ProductRate) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def _result(
 
 
 def main() -> int:
-    """Lines of JSON in, a file of JSON for each; what is said on the way goes to stdout."""
+    """Lines of JSON in, a file of JSON for each; progress goes to stdout."""
     _import()
     code = 0
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""WORKLOADS: what is measured. Shapes of real models, the keys a user would write, the data, and who is compared.
+"""WORKLOADS: what is measured. Shapes of real models, the keys a user would write, the data, and the peers.
 
 Read by command.py and worker.py; no torch here, so that the list prints at once.
 """
@@ -38,7 +38,7 @@ LIGHT = {**EXACT, "master_weights": "none"}
 
 
 def within(gib: float) -> dict[str, Any]:
-    """As few layers recomputed as this much memory asks for."""
+    """As few layers recomputed as fit this much memory."""
     return {"recompute": True, "recompute_granularity": "auto", "memory_limit": gib}
 
 
@@ -68,9 +68,9 @@ class Workload:
     about: str
     model: Mapping[str, Any]  # config.json
     rows: Rows
-    keys: Mapping[str, Any]  # of the run, beside the defaults
-    peers: tuple[str, ...]  # measured unless others are asked for
-    also: tuple[str, ...] = ()  # measured when asked for by name
+    keys: Mapping[str, Any]  # of the run, besides the defaults
+    peers: tuple[str, ...]  # measured unless others are named
+    also: tuple[str, ...] = ()  # measured only by name
     recompute: bool = False  # whether the peers compute layers again in the backward pass
     together: bool = True  # everybody's weights and states fit the card at once, so that turns alternate
     skew: bool = False  # the router prefers some experts, as Zipf's law has it
@@ -242,22 +242,22 @@ _ALL = (
 WORKLOADS = {workload.name: workload for workload in _ALL}
 
 
-def chosen(words: Iterable[str]) -> list[Workload]:
+def chosen(names: Iterable[str]) -> list[Workload]:
     """`C1` is every C1-..., `C1-60` one of them; none given is all, in the table's order."""
-    wanted = [word.strip() for word in words if word.strip()]
-    for word in wanted:
-        if not any(_matches(name, word) for name in WORKLOADS):
-            near = nearest(word, list(WORKLOADS))
+    patterns = [pattern.strip() for pattern in names if pattern.strip()]
+    for pattern in patterns:
+        if not any(_matches(name, pattern) for name in WORKLOADS):
+            near = nearest(pattern, list(WORKLOADS))
             raise ConfigError(
-                f"no workload {word!r}",
+                f"no workload {pattern!r}",
                 where="--only",
                 fix=f"did you mean {near[0]}?" if near else "choose from: " + ", ".join(WORKLOADS),
             )
-    return [w for name, w in WORKLOADS.items() if not wanted or any(_matches(name, word) for word in wanted)]
+    return [w for name, w in WORKLOADS.items() if not patterns or any(_matches(name, pattern) for pattern in patterns)]
 
 
-def _matches(name: str, word: str) -> bool:
-    return name == word or name.startswith(word + "-")
+def _matches(name: str, pattern: str) -> bool:
+    return name == pattern or name.startswith(pattern + "-")
 
 
 def tiny(workload: Workload) -> Workload:

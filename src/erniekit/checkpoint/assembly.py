@@ -1,7 +1,7 @@
 """A model's files written by many ranks at once: each by one rank, which gets the parts it lacks from their holders.
 
 Called by gather.py. All ranks make the same plan, so that nothing is requested: a rank sends its parts to each writer
-in the order in which that writer assembles its tensors. A thread that sends waits for one writer alone, so there is no
+in the order in which that writer assembles its tensors. A thread that sends waits for one writer only, so there is no
 cycle of ranks that wait. A rank whose disk fails still receives; one that lacks a part sends the error in its place.
 """
 
@@ -39,7 +39,7 @@ Check = Callable[[str, torch.Tensor], None]
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What all ranks know of the files: how our tensors are stored, and what a tensor must pass before it is."""
+    """The same on all ranks: how our tensors are stored in the files, and the checks of a tensor before that."""
 
     entries: Sequence[Entry]
     check: Check = lambda name, tensor: None
@@ -223,5 +223,5 @@ class Assembly:
                         send_problem(self.wire, rank, error)
                     else:
                         send_part(self.wire, rank, part, boxes, self.chunk, self.problems)
-        except CheckpointError:  # it is gone: whoever waits for it reports that
+        except CheckpointError:  # the writer is lost: the rank that waits for it reports that
             return

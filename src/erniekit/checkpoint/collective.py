@@ -1,7 +1,7 @@
 """Saves that all ranks make together: each hands in what it holds, rank 0 writes whole tensors, all learn how it went.
 
-Used by train/save.py, with one rank as with many. In the background when the manager says so: training then waits for
-copies to host memory only, and for a save before it that is still being written.
+Used by train/save.py, with one rank as with many. In the background with the manager's async_save: training then waits
+for copies to host memory only, and for a save before it that is still being written.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CollectiveSaves:
         timeout: float = TIMEOUT,
     ) -> None:
         """manager: started (holding the lock) on rank 0, on the others only looked at. group: gloo, over all ranks, for
-        these saves alone; None with one rank. after: called on every rank, where the save runs, once it is published.
+        these saves only; None with one rank. after: called on every rank, where the save runs, once it is published.
         """
         self.manager, self.world, self.sharding, self.group = manager, world, sharding, group
         self.after, self.timeout = after, timeout
@@ -57,7 +57,7 @@ class CollectiveSaves:
         self._outcome: dict[str, Any] = {}  # of the last save, as this rank saw it
         self._fault: BaseException | None = None  # what was no failed save but an error of ours, or a Ctrl-C
         self._in_flight = False
-        self._asked_for = {n for n in sharding.names() if any(r == world.rank for r, _ in sharding.holders(n))}
+        self._needed_params = {n for n in sharding.names() if any(r == world.rank for r, _ in sharding.holders(n))}
 
     def save(
         self,
@@ -69,8 +69,9 @@ class CollectiveSaves:
         final: bool = False,
         model: ModelFiles | None = None,
     ) -> Path | None:
-        """`write(folder, whole)` is called on rank 0; `whole` has the groups of `pieces`, each tensor whole when asked.
-        model: how they are stored in a model's files, for those that all ranks write together (Whole.write_files).
+        """`write(folder, whole)` is called on rank 0; `whole` has the groups of `pieces`, each tensor gathered when
+        read. model: how they are stored in a model's files, for those that all ranks write together
+        (Whole.write_files).
 
         The published folder, or None: it failed and training goes on, or it is being written. Raises on every rank
         after `max_misses` failures in a row, and at once for the `final` save, which is never in the background.
@@ -79,7 +80,7 @@ class CollectiveSaves:
         held = {_key(group, name): plain(t) for group, tensors in pieces.items() for name, t in tensors.items()}
         keys = self._catalogue(held)
         if self.manager.async_save and not final:
-            held = self._copies.take({k: t for k, t in held.items() if param_of(k) in self._asked_for})
+            held = self._copies.take({k: t for k, t in held.items() if param_of(k) in self._needed_params})
         rank = self.world.rank
         exchange = Exchange(
             list(keys), held.get, self.sharding, rank, self.group, timeout=self.timeout, dtypes=keys, model=model
@@ -126,7 +127,8 @@ class CollectiveSaves:
             self._settle(final=True)
 
     def abandon(self) -> None:
-        """This rank is leaving with an error: let a save in flight end, good or not, without asking the others."""
+        """This rank is leaving with an error: let a save in flight end, good or not, without a message to the
+        others."""
         self._thread.wait()
         self._in_flight = False
 
@@ -145,14 +147,14 @@ class CollectiveSaves:
 
     def _catalogue(self, held: Mapping[str, torch.Tensor]) -> dict[str, torch.dtype]:
         """Every tensor any rank has, in the model's order: the same on all ranks."""
-        seen: dict[str, torch.dtype] = {}
+        dtypes: dict[str, torch.dtype] = {}
         for theirs in self.world.gather([(key, DTYPES.index(t.dtype)) for key, t in held.items()]):
-            seen.update((key, DTYPES[code]) for key, code in theirs)
+            dtypes.update((key, DTYPES[code]) for key, code in theirs)
         order = {name: i for i, name in enumerate(self.sharding.names())}
-        strange = [key for key in seen if param_of(key) not in order]
+        strange = [key for key in dtypes if param_of(key) not in order]
         if strange:
             raise CheckpointError(f"the layout knows nothing of {param_of(strange[0])}, so no rank can save it")
-        return dict(sorted(seen.items(), key=lambda item: (order[param_of(item[0])], item[0])))
+        return dict(sorted(dtypes.items(), key=lambda item: (order[param_of(item[0])], item[0])))
 
     def _publish(
         self, exchange: Exchange, step: int, write: Callable[[Path], None], info: dict[str, Any], size: int
@@ -165,7 +167,7 @@ class CollectiveSaves:
         except CheckpointError as error:
             return {"what": error.what, "where": error.where, "fix": error.fix}
         except BaseException as error:
-            self._fault = error  # raised once the others know
+            self._fault = error  # raised once the others have the outcome
             return {"what": f"rank 0 failed while saving: {type(error).__name__}: {error}"}
 
     def _serve(self, exchange: Exchange) -> dict[str, Any]:
@@ -184,7 +186,7 @@ class CollectiveSaves:
             self._outcome["not_copied"] = error.what
 
     def _settle(self, final: bool) -> Path | None:
-        """Rank 0's word counts, so that all ranks count the same misses and stop together."""
+        """Rank 0's outcome counts, so that all ranks count the same misses and stop together."""
         self._in_flight = False
         outcome, fault = self.world.broadcast((self._outcome, self._fault is not None))
         if self._fault is not None:
@@ -206,13 +208,13 @@ class SavedTensors(Mapping[str, torch.Tensor]):
     """Tensors by our names, for a writer of files."""
 
     def write_files(self, folder: Path, stem: str) -> torch.dtype | None:
-        """The model's files with their index, written by all ranks as ModelFiles say; returns the dtype of the
+        """The model's files with their index, written by all ranks after ModelFiles; returns the dtype of the
         first tensor. None where that cannot be done, and the caller writes them."""
         return None
 
 
 class Whole(SavedTensors):
-    """One group of tensors on the writer: each is gathered when asked for, and not kept."""
+    """One group of tensors on the writer: each is gathered when it is read, and not kept."""
 
     def __init__(self, exchange: Exchange, group: str) -> None:
         self.exchange, self.group = exchange, group

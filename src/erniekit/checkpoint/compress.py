@@ -1,4 +1,4 @@
-"""Optimiser moments in 8 bit (O1) or 4 bit (O2) for checkpoints, off unless ckpt_quant_stage asks. Not bit-exact.
+"""Optimiser moments in 8 bit (O1) or 4 bit (O2) for checkpoints, off unless ckpt_quant_stage is set. Not bit-exact.
 
 Used by train/save.py. Weights and fp32 master weights are always stored whole; a resume goes on from the same weights
 with slightly other moments. What is stored, for a moment of shape [..., C]:
@@ -81,7 +81,7 @@ def _pair(first: Named, second: Named, bits: int) -> Iterator[Named]:
 
 
 class StoredState(Mapping[str, torch.Tensor]):
-    """A checkpoint's `optimizer` or `master_weights`, compressed or not: each tensor is read when asked for.
+    """A checkpoint's `optimizer` or `master_weights`, compressed or not: each tensor is read on access.
 
     With a sharding, what `rank` holds of it, and no other bytes are read; without one, all of it.
     """

@@ -1,7 +1,7 @@
-"""The final model in output_dir: copies of a checkpoint's weight files; editing them leaves the checkpoint alone.
+"""The final model in output_dir: copies of a checkpoint's weight files; editing them leaves the checkpoint as it is.
 
-Called by recipes/finish.py. Replaces and removes only files that the folder's record says an earlier end of the run put
-there, unchanged since.
+Called by recipes/finish.py. Replaces and removes only files that an earlier end of the run put there, by the folder's
+record, unchanged since.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _FICLONE = 0x40049409  # Linux: share the blocks of two files until one is writt
 def publish_model(checkpoint: Path, output: Path, progress: Callable[[], None] = lambda: None) -> None:
     """The checkpoint's files that make it a model appear in `output`; those of a model published there before, if it
     had others, are removed."""
-    wanted = model_files(manifest.load(checkpoint))
+    records = model_files(manifest.load(checkpoint))
     owned = OwnedFiles(output)
     before = {name for name, entry in owned.entries().items() if entry.use == USE}
     try:
-        if blocked := owned.in_the_way(list(wanted)):
+        if blocked := owned.in_the_way(list(records)):
             raise NotOurs(f"{', '.join(blocked[:3])} is in the way, and was not written by this run or changed since")
-        writer.require_space(output, "the final model", sum(record.size for record in wanted.values()))
+        writer.require_space(output, "the final model", sum(record.size for record in records.values()))
         contents = {}
-        for name, record in wanted.items():
+        for name, record in records.items():
             _copy(checkpoint / name, output / f".new-{name}", progress)
             mtime = (output / f".new-{name}").stat().st_mtime_ns
             contents[name] = Content(record.size, record.sha256, mtime)
         owned.claim_content(contents, USE)
-        for name in wanted:  # all at once, as far as a disk can: a kill in between leaves run.json unfinished
+        for name in records:  # all at once, as far as a disk can: a kill in between leaves run.json unfinished
             writer.ops.rename(output / f".new-{name}", output / name)
     except (OSError, NotOurs, CheckpointError) as error:
         what = error.strerror or str(error) if isinstance(error, OSError) else error.what
@@ -48,7 +48,7 @@ def publish_model(checkpoint: Path, output: Path, progress: Callable[[], None] =
             where=str(output),
             fix=f"it is whole in {checkpoint}; make room there and run the same command again",
         ) from error
-    for name in sorted(before - wanted.keys()):
+    for name in sorted(before - records.keys()):
         if os.path.lexists(output / name) and not owned.remove(name):
             warn(f"{output / name} belongs to an earlier model but was changed since: left as it is")
 

@@ -1,4 +1,4 @@
-"""The scales of FP8 training beside a model's weights: fp8_scales.json, in checkpoints and in the final model.
+"""The scales of FP8 training stored with a model's weights: fp8_scales.json, in checkpoints and in the final model.
 
 Written and read by train/fp8_scales.py; export/ makes FP8 weights of a folder that has one.
 """

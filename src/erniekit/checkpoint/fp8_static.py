@@ -1,7 +1,8 @@
 """Model folders in static FP8: their stored scales put into the model that is built from them.
 
-Used by model_folder.py and by who fills layers one at a time. With the scales in place every product is the one an FP8
-engine computes (kernels/stored/fp8_static.py); where fused parts have different scales, by the largest, as vLLM does.
+Used by model_folder.py and by code that fills layers one at a time. With the scales in place every product is the one
+an FP8 engine computes (kernels/stored/fp8_static.py); where fused parts have different scales, by the largest, as vLLM
+does.
 """
 
 from __future__ import annotations

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
     from erniekit.parallel.sharding import Box, Sharding
 
-# The writer's words: answer with your part of tensor i; that was all, n bytes of JSON follow; I am at work, wait on.
-# Or: write your part of these into a file of your own, n bytes of JSON say which and where; or: do you see that folder;
-# or: write the files of the model that are yours.
+# Commands of the writer, each with a number. SEND: send your part of tensor i. END: done, n bytes of JSON follow.
+# WAIT: keep-alive. WRITE: write your part of the tensors named in n bytes of JSON into a file of your own. SEE: report
+# whether you see that folder. FILES: write the model's files that are yours.
 _SEND, _END, _WAIT, _WRITE, _SEE, _FILES = 1, 2, 3, 4, 5, 6
-WAIT_S = 1.0  # between two words to wait on, more where there are very many to tell: well below any hang limit
+WAIT_S = 1.0  # between two keep-alives, more with very many ranks: well below any hang limit
 
 Local = Callable[[str], torch.Tensor | None]
 
@@ -54,7 +54,7 @@ class Exchange:
         dtypes: Mapping[str, torch.dtype] | None = None,
         model: ModelFiles | None = None,
     ) -> None:
-        """group: gloo, over all ranks, used by nothing else meanwhile; None for a process that is alone. dtypes: of the
+        """group: gloo, over all ranks, used by nothing else meanwhile; None for a single process. dtypes: of the
         names; model: how the weights among them are stored; both the same on all ranks, for `write_files`."""
         self.dtypes, self.model = dict(dtypes or {}), model
         self.names, self.local, self.sharding = list(names), local, sharding
@@ -69,11 +69,11 @@ class Exchange:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Around all the writer does before `end`: however long it hashes and syncs without asking other ranks, those
-        hear of it well before their time-out. A thread of its own tells them, as one call may take that long; a writer
-        that hangs is its own watchdog's business."""
+        """Around all the writer does before `end`: while it hashes and syncs without a command to other ranks, a thread
+        sends those keep-alives well before their time-out, as one call may take that long. The writer's own watchdog
+        notices when it hangs."""
         done = threading.Event()
-        thread = threading.Thread(target=self._tell_to_wait, args=(done,), name="save-keep-alive", daemon=True)
+        thread = threading.Thread(target=self._send_keep_alives, args=(done,), name="save-keep-alive", daemon=True)
         if self._others:
             thread.start()
         try:
@@ -83,11 +83,11 @@ class Exchange:
             if self._others:
                 thread.join()
 
-    def _tell_to_wait(self, done: threading.Event) -> None:
+    def _send_keep_alives(self, done: threading.Event) -> None:
         every = min(max(WAIT_S, len(self._others) / 50), self.wire.timeout / 4)
         while not done.wait(every):
             for rank in self._others:
-                with self._talking, suppress(CheckpointError):  # it is dead: `fetch` and `end` find out, too
+                with self._talking, suppress(CheckpointError):  # a dead rank: `fetch` and `end` find out, too
                     if rank not in self.wire.lost | self._busy and not done.is_set():
                         self.wire.send_numbers(rank, _WAIT, 0)
 
@@ -98,14 +98,14 @@ class Exchange:
 
     def _fetch(self, name: str) -> torch.Tensor:
         out = Gathered(name, stored_shape(self.sharding, name))
-        asked = []
-        # Whatever fails, the answers of the ranks that were asked are on their way and must be received.
+        requested = []
+        # Whatever fails, the replies of the ranks that got a request are on their way and must be received.
         for rank, boxes in self._holders(name):
             with out.noting_errors():
                 if rank != self.rank:
                     self.wire.send_numbers(rank, _SEND, self._index[name])
-                asked.append((rank, boxes))
-        for rank, boxes in asked:
+                requested.append((rank, boxes))
+        for rank, boxes in requested:
             with out.noting_errors():
                 if rank == self.rank:
                     out.take(self._part(name), boxes)
@@ -117,9 +117,9 @@ class Exchange:
         """Every rank at once writes what it holds of these into a file of its own in `folder`; none sends a tensor.
         False: not all of them see the folder, and nothing is left in it. suffix: of names, not stored."""
         order = {"folder": str(folder), "stem": stem, "suffix": suffix, "names": [self._index[name] for name in names]}
-        answers = self._together(_WRITE, order)
-        files = _files_in(folder, answers)
-        if any("absent" in answer for answer in answers):
+        replies = self._together(_WRITE, order)
+        files = _files_in(folder, replies)
+        if any("absent" in reply for reply in replies):
             for path in files:
                 path.unlink(missing_ok=True)
             return False
@@ -136,54 +136,54 @@ class Exchange:
         plan = self._plan(suffix, stem)
         if plan.bytes <= self.model.limit:
             return None
-        if any("absent" in answer for answer in self._together(_SEE, order)):
+        if any("absent" in reply for reply in self._together(_SEE, order)):
             return None
         for path, record in _files_in(folder, self._together(_FILES, order)).items():
             writer.remember(path, record)
         return plan
 
-    def _together(self, word: int, order: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What every rank answers to it; the first error among these is raised."""
+    def _together(self, command: int, order: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The reply of every rank to the command; the first error among these is raised."""
         problems: list[CheckpointError] = []
-        answers: dict[int, dict[str, Any]] = {}
+        replies: dict[int, dict[str, Any]] = {}
         with self._talking:
             self._busy.update(self._others)
         # One thread for each rank: ranks that have finished writing get keep-alive messages while others still write.
         threads = [
-            threading.Thread(target=self._ask, args=(rank, word, order, answers, problems), daemon=True)
+            threading.Thread(target=self._command, args=(rank, command, order, replies, problems), daemon=True)
             for rank in self._others
         ]
         for thread in threads:
             thread.start()
-        answers[self.rank] = self._done(word, order)
+        replies[self.rank] = self._done(command, order)
         for thread in threads:
             heartbeat.join(thread)
-        problems += [CheckpointError(**answer) for answer in answers.values() if "what" in answer]
+        problems += [CheckpointError(**reply) for reply in replies.values() if "what" in reply]
         if problems:
             raise problems[0]
-        return list(answers.values())
+        return list(replies.values())
 
-    def _ask(
-        self, rank: int, word: int, order: Mapping[str, Any], answers: dict[int, dict[str, Any]],
+    def _command(
+        self, rank: int, command: int, order: Mapping[str, Any], replies: dict[int, dict[str, Any]],
         problems: list[CheckpointError],
     ) -> None:  # fmt: skip
         try:
-            self.wire.send_json(rank, order, word)
-            word, size = _WAIT, 0
-            while word == _WAIT:
-                word, size = self.wire.receive_numbers(rank, 2)
-            answers[rank] = self.wire.receive_json(rank, size)
+            self.wire.send_json(rank, order, command)
+            command, size = _WAIT, 0
+            while command == _WAIT:
+                command, size = self.wire.receive_numbers(rank, 2)
+            replies[rank] = self.wire.receive_json(rank, size)
         except CheckpointError as error:
             problems.append(error)
         finally:
             self._busy.discard(rank)
 
-    def _done(self, word: int, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Everything but an answer would leave the other side waiting."""
+    def _done(self, command: int, order: Mapping[str, Any]) -> dict[str, Any]:
+        """The reply to a command, errors included: without one the other side would wait."""
         try:
-            if word == _WRITE:
+            if command == _WRITE:
                 return self._write_own(order)
-            if word == _FILES:
+            if command == _FILES:
                 return self._write_files(order)
             return {} if Path(order["folder"]).is_dir() else {"absent": True}
         except CheckpointError as error:
@@ -203,7 +203,7 @@ class Exchange:
         if not parts:
             return {}
         path = folder / rank_files.file_of(order["stem"], self.rank, len(self._others) + 1)
-        return _answer_of({path.name: rank_files.write_part(path, parts)})
+        return _reply_of({path.name: rank_files.write_part(path, parts)})
 
     def _write_files(self, order: Mapping[str, Any]) -> dict[str, Any]:
         assert self.model is not None
@@ -213,7 +213,7 @@ class Exchange:
             lambda name: self._holders(name + suffix), lambda name: self._part(name + suffix),
             lambda name: stored_shape(self.sharding, name + suffix),
         )  # fmt: skip
-        return _answer_of(assembly.write(Path(order["folder"])))
+        return _reply_of(assembly.write(Path(order["folder"])))
 
     def _plan(self, suffix: str, stem: str) -> FilePlan:
         assert self.model is not None
@@ -223,7 +223,7 @@ class Exchange:
         )  # fmt: skip
 
     def end(self, outcome: Mapping[str, Any]) -> None:
-        """Tell every rank that can still be told. With a `what` it is an error to them."""
+        """Sends the outcome to every rank that can be reached. With a `what` it is an error to them."""
         for rank in self._others:
             if rank not in self.wire.lost:
                 try:
@@ -234,35 +234,35 @@ class Exchange:
     # --- everyone else ---
 
     def serve(self) -> dict[str, Any]:
-        """Send what is asked for; returns what the writer ended with, raises when that is an error."""
+        """Serves the writer's commands; returns the outcome it ended with, raises when that is an error."""
         while True:
-            word, number = self.wire.receive_numbers(self.writer, 2)
-            if word == _WAIT:
+            command, number = self.wire.receive_numbers(self.writer, 2)
+            if command == _WAIT:
                 continue
-            if word == _SEND:
-                self._answer(self.names[number])
+            if command == _SEND:
+                self._send_part(self.names[number])
                 continue
             outcome = self.wire.receive_json(self.writer, number)
-            if word != _END:
-                with self._telling_the_writer():
-                    answer = self._done(word, outcome)
-                self.wire.send_json(self.writer, answer)
+            if command != _END:
+                with self._keeping_writer_waiting():
+                    reply = self._done(command, outcome)
+                self.wire.send_json(self.writer, reply)
                 continue
             if "what" in outcome:
                 raise CheckpointError(**outcome)
             return outcome
 
     @contextmanager
-    def _telling_the_writer(self) -> Iterator[None]:
-        """However long this rank writes, the writer hears of it. A rank that hangs is its own watchdog's business."""
+    def _keeping_writer_waiting(self) -> Iterator[None]:
+        """Keep-alives to the writer while this rank writes. The rank's own watchdog notices when it hangs."""
         done = threading.Event()
 
-        def tell() -> None:
-            with suppress(CheckpointError):  # the writer is gone, as the answer will find
+        def send() -> None:
+            with suppress(CheckpointError):  # the writer is lost: sending the reply will fail
                 while not done.wait(WAIT_S):
                     self.wire.send_numbers(self.writer, _WAIT, 0)
 
-        thread = threading.Thread(target=tell, name="save-at-work", daemon=True)
+        thread = threading.Thread(target=send, name="save-at-work", daemon=True)
         thread.start()
         try:
             yield
@@ -270,7 +270,7 @@ class Exchange:
             done.set()
             thread.join()
 
-    def _answer(self, name: str) -> None:
+    def _send_part(self, name: str) -> None:
         boxes = next(boxes for rank, boxes in self._holders(name) if rank == self.rank)
         try:
             part = self._part(name)
@@ -290,15 +290,15 @@ class Exchange:
         if part is None:
             raise CheckpointError(f"has nothing of {name}, which the layout gives it a part of")
         part = plain(part)
-        wanted = local_shape(self.sharding, name, self.rank)
-        if tuple(part.shape) != tuple(wanted):
-            raise CheckpointError(f"holds {name} as {tuple(part.shape)}; the layout says {tuple(wanted)}")
+        expected = local_shape(self.sharding, name, self.rank)
+        if tuple(part.shape) != tuple(expected):
+            raise CheckpointError(f"holds {name} as {tuple(part.shape)}; the layout says {tuple(expected)}")
         return part
 
 
-def _answer_of(files: Mapping[str, FileRecord]) -> dict[str, Any]:
+def _reply_of(files: Mapping[str, FileRecord]) -> dict[str, Any]:
     return {"files": {name: [record.size, record.sha256] for name, record in files.items()}}
 
 
-def _files_in(folder: Path, answers: Iterable[Mapping[str, Any]]) -> dict[Path, FileRecord]:
-    return {folder / name: FileRecord(*record) for one in answers for name, record in one.get("files", {}).items()}
+def _files_in(folder: Path, replies: Iterable[Mapping[str, Any]]) -> dict[Path, FileRecord]:
+    return {folder / name: FileRecord(*record) for reply in replies for name, record in reply.get("files", {}).items()}

@@ -21,7 +21,7 @@ DOWNLOAD = {
 def resolve_model(name: str | None, hub: str | None = None) -> Path:
     """A folder as typed, the newest cached snapshot of a hub id, or that id downloaded from the Hugging Face hub.
 
-    A mistyped path is not asked of the hub: its first part is a folder here."""
+    A mistyped path is not looked up on the hub: its first part is a folder here."""
     if not name:
         raise CheckpointError("no model given", where="model_name_or_path", fix="set it to a folder or a hub id")
     folder = expanded(name)
@@ -57,7 +57,7 @@ def expanded(name: str) -> Path:
 
 
 def looks_like_id(name: str) -> bool:
-    """`owner/name`; a relative path of two words looks the same, so a folder of that name counts first."""
+    """`owner/name`; a relative path of two parts looks the same, so a folder of that name counts first."""
     return name.count("/") == 1 and not name.startswith((".", "/", "~"))
 
 

@@ -1,4 +1,4 @@
-"""A model from the Hugging Face hub into its own cache, where a network exists. Called by hub.py alone.
+"""A model from the Hugging Face hub into its own cache, where a network exists. Called by hub.py only.
 
 Only files that describe and hold a model are taken: no code, no pickles.
 """

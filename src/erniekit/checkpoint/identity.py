@@ -1,5 +1,5 @@
 """Which model a folder holds, as one short digest: config.json and a sample of every tensor, whatever the path, the
-dates or the number of files. Computed when a run starts, stored beside adapters (base_model.json), and compared by a
+dates or the number of files. Computed when a run starts, stored with adapters (base_model.json), and compared by a
 resume, by the ranks of a run, and where an adapter is put on a base.
 """
 
@@ -26,7 +26,7 @@ SMALL = 16 << 10  # bytes; a tensor up to this size (norms, biases) is read comp
 BLOCK = 4 << 10  # bytes read at each sampled place: a page
 BLOCKS = 8192  # sampled places of a model: 32 MiB, spread over its tensors
 FEWEST = 4  # places of a tensor, its first and its last bytes among them
-# Written by the last program that saved the folder; they say nothing about the function it computes.
+# Written by the last program that saved the folder; they do not change the function it computes.
 _IDLE = (
     "_name_or_path", "name_or_path", "transformers_version", "use_cache", "architectures", "auto_map", "torch_dtype",
     "dtype",
@@ -35,7 +35,7 @@ _IDLE = (
 
 def model_identity(folder: Path, weights: bool = True) -> str:
     """Digest of config.json and of every tensor's name, dtype, shape and content: all of it up to WHOLE bytes, evenly
-    spaced blocks of each tensor beyond, so that 40 GB cost a second. weights=False: config.json alone."""
+    spaced blocks of each tensor beyond, so that 40 GB cost a second. weights=False: config.json only."""
     config = {key: value for key, value in read_json(folder / "config.json").items() if key not in _IDLE}
     digest = hashlib.sha256(f"erniekit model {VERSION}\n{json.dumps(config, sort_keys=True)}\n".encode())
     if weights:
@@ -70,13 +70,13 @@ def _add_content(digest: Any, file: int, entry: TensorEntry, blocks: int) -> Non
 
 
 def write_base(folder: Path, identity: str, base: str) -> None:
-    """Beside an adapter: which model it was trained on. `base`: its path then, for people."""
+    """Writes to an adapter's folder which model it was trained on. `base`: its path then, for people."""
     write_json(folder / FILE, {"identity": identity, "base": base})
 
 
 def read_base(folder: Path) -> str | None:
-    """The identity of the model an adapter was trained on; None where its folder does not say."""
+    """The identity of the model an adapter was trained on; None where its folder has no record of it."""
     if not has_file(folder, FILE):
         return None
-    told = read_json(folder / FILE).get("identity")
-    return told if isinstance(told, str) and told else None
+    identity = read_json(folder / FILE).get("identity")
+    return identity if isinstance(identity, str) and identity else None

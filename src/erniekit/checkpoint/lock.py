@@ -1,4 +1,4 @@
-"""One trainer per output folder: an OS lock, and a record that says who holds it.
+"""One trainer per output folder: an OS lock, and a record of the process that holds it.
 Taken by manager.py when a run starts; a lock left by a dead process is taken over."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ os.register_at_fork(after_in_child=_close_inherited)
 @dataclass(frozen=True)
 class Holder:
     pid: int
-    started: str  # of the process, in clock ticks since boot: tells a recycled pid from the old one
+    started: str  # of the process, in clock ticks since boot: distinguishes a recycled pid from the old one
     host: str
     boot: str  # a new one at every boot of the machine
     namespace: str  # of pids: two containers can share a host name and see different processes
@@ -61,7 +61,7 @@ class Holder:
 
 class RunLock:
     def __init__(self, folder: Path, name: str = LOCK, work: str = "another run is training into this folder") -> None:
-        """`work`: what a refusal says the holder is doing."""
+        """`work`: what the holder is doing, for the error message."""
         self.path, self._work = Path(folder) / name, work
         self._fd = -1
         self._owner = 0  # the process that took it; a fork of it does not hold it
@@ -93,7 +93,7 @@ class RunLock:
         try:
             if _is_file_at(fd, self.path):
                 self.path.unlink()
-        except OSError:  # a folder that can no longer be written: the failed save says so, and the OS lock ends
+        except OSError:  # a folder that can no longer be written: the failed save reports it, and the OS lock ends
             pass
         finally:
             _open_fds.discard(fd)
@@ -116,11 +116,11 @@ class RunLock:
                     fix="move it away, or choose another folder",
                 )
             locked, holder = _flock(fd), _read(fd)
-            if locked:  # the OS says free; a live holder then means a disk whose flock does nothing
+            if locked:  # free by the OS; a live holder then means a disk whose flock does nothing
                 stale = holder is None or holder.is_dead() or not holder.is_visible()
             elif locked is False:  # a child of a dead trainer may keep it; anything less certain is alive
                 stale = holder is not None and holder.is_dead()
-            else:  # a disk without flock: the record alone decides
+            else:  # a disk without flock: only the record decides
                 stale = holder is None or holder.is_dead() or holder.is_from_before_boot()
             if not stale:
                 raise self._refusal(holder)
@@ -140,9 +140,9 @@ class RunLock:
                 os.close(fd)
 
     def _refusal(self, holder: Holder | None) -> CheckpointError:
-        who = "another process" if holder is None else str(holder)
+        name = "another process" if holder is None else str(holder)
         return CheckpointError(
-            f"{self._work}: {who}",
+            f"{self._work}: {name}",
             where=str(self.path.parent),
             fix=f"choose another output_dir, or stop that run; if it is surely over, delete {self.path}",
         )
@@ -163,7 +163,7 @@ def pid_namespace() -> str:
 
 
 def process_start(pid: int) -> str:
-    """When process `pid` started, as an opaque text; "none" when gone, "unknown" when hidden from us."""
+    """When process `pid` started, as an opaque text; "none" when it has ended, "unknown" when hidden from us."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -115,7 +115,7 @@ class CheckpointManager:
         self._settle(self._saver.wait)
 
     def protect(self, step: int | None) -> None:
-        """The best checkpoint: rotation leaves it alone until another one is named and on disk."""
+        """The best checkpoint: rotation keeps it until another one is named and on disk."""
         self._best = [] if step is None else [*self._best, step]
 
     def list(self) -> Sequence[Path]:
@@ -149,7 +149,7 @@ class CheckpointManager:
                 self._keep_aside(path, f"this run {at}")
 
     def refuse_foreign(self, point: Path | None) -> None:
-        """Folders ahead of `point` that a save may want the name of and that are not ours to move: say so at once."""
+        """Raises for folders after `point` whose names a later save may need and that are not ours to move."""
         last = self._step_inside(point)
         foreign = [p for p in self.list() if not has_manifest(p) and (last is None or (step_of(p) or 0) > last)]
         if foreign:
@@ -167,7 +167,7 @@ class CheckpointManager:
             depth = "sample"
         manifest.check(path, depth)
         listed = Listed(path)
-        for name in listed.added():  # readers ignore it; the user should know
+        for name in listed.added():  # readers ignore it; the user gets a warning
             listed.allows(name)
 
     def latest_good(self, launch: str = "") -> Path | None:

@@ -39,7 +39,7 @@ class NoManifest(CheckpointError):
 
 
 class Unreadable(CheckpointError):
-    """The system could not read a file now. That says nothing about its bytes, so it condemns no checkpoint."""
+    """The system could not read a file now. Its bytes may be good, so no checkpoint counts as damaged by it."""
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ class ModelFolder:
         self.config_json.pop(QUANTISED, None)  # what is built, and written again, is plain
         self.files = logical_files(self._on_disk, self.quantised)
         self.layout = self._layout()
-        # Only the files can tell for a config that does not say; Paddle writes the head even when tied.
+        # A config without the key is settled by the files; Paddle writes the head even when tied.
         has_head = "lm_head.weight" in self.files
         self.config: DecoderConfig = self.spec.read_config(
             self.config_json, self.layout, has_head, str(path / "config.json")
@@ -101,7 +101,7 @@ class ModelFolder:
 
     @property
     def new_head(self) -> bool:
-        """A score head is asked for and the files have none: a language model that becomes a classifier."""
+        """A score head is configured and the files have none: a language model that becomes a classifier."""
         return bool(self.config.labels) and bool(self.files) and score_head.WEIGHT not in self.files
 
     def _file_of(self, name: str) -> Any:
@@ -177,8 +177,8 @@ class ModelFolder:
             if entry.copy_of or (self.new_head and entry.ours == score_head.WEIGHT):
                 continue
             # Not empty_like: of a tensor on meta it imports torch's compiler, which takes seconds.
-            wanted = entry.write(torch.empty(state[entry.ours].shape, device="meta"))
-            for name, tensor in zip(entry.theirs, wanted):
+            expected = entry.write(torch.empty(state[entry.ours].shape, device="meta"))
+            for name, tensor in zip(entry.theirs, expected):
                 found = self.slices().shape(name)
                 if tuple(tensor.shape) != found:
                     raise CheckpointError(
@@ -280,10 +280,10 @@ def _indexed(index: Path, listed: Listed) -> dict[str, Path]:
     other = next((n for n in names if not n.endswith(".safetensors")), None)
     if other is not None:
         raise CheckpointError(f"the index names {other[:60]}, no .safetensors file", where=str(index), fix=_AGAIN)
-    gone = [Path(name).name for name in names if not listed.has(name)]
-    if gone:
+    missing = [Path(name).name for name in names if not listed.has(name)]
+    if missing:
         raise CheckpointError(
-            f"{len(gone)} files named in the index are missing: {', '.join(gone[:3])}",
+            f"{len(missing)} files named in the index are missing: {', '.join(missing[:3])}",
             where=str(index),
             fix="finish the download, or copy the files of the other nodes here",
         )

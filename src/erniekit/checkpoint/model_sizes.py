@@ -1,4 +1,4 @@
-"""A config.json against the weight files beside it, by their headers alone: before anything is built or allocated.
+"""A config.json against the weight files in its folder, by their headers only: before anything is built or allocated.
 
 Called when a model folder is opened. Counts come first: layers and experts decide how many names and modules there are.
 """
@@ -29,9 +29,9 @@ def check_sizes(folder: ModelFolder) -> None:
         fused = next((name for name in folder.files if name.endswith(_FUSED)), None)
         shape = folder.slices().shape(fused) if fused else ()
         experts = shape[0] if shape else _count(_EXPERT, folder)
-        said = c.moe.experts + (0 if c.moe.vision is None or fused else c.moe.vision.experts)
-        if experts and experts != said:
-            raise _differ(folder, "moe_num_experts", said, f"hold {experts} experts")
+        expected = c.moe.experts + (0 if c.moe.vision is None or fused else c.moe.vision.experts)
+        if experts and experts != expected:
+            raise _differ(folder, "moe_num_experts", expected, f"hold {experts} experts")
     embedding = next((name for name in folder.files if name.endswith("." + _EMBEDDING)), None)
     if embedding is None:
         return
@@ -47,9 +47,9 @@ def _count(pattern: re.Pattern[str], folder: ModelFolder) -> int:
     return max((int(match[1]) + 1 for match in found if match), default=0)
 
 
-def _differ(folder: ModelFolder, key: str, said: int, files: str) -> CheckpointError:
+def _differ(folder: ModelFolder, key: str, value: int, files: str) -> CheckpointError:
     return CheckpointError(
-        f"config.json says {key} {said}, the weight files {files}",
+        f"config.json says {key} {value}, the weight files {files}",
         where=f"{folder.path / 'config.json'}, key {key}",
         fix="config.json and the weights are of different models: download both again",
     )

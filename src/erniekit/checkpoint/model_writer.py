@@ -76,8 +76,8 @@ def write_generation_config(folder: Path, config: DecoderConfig) -> None:
 
 
 def processor_files(source: Path) -> tuple[str, ...]:
-    """What other programs read pictures with, beside a model that sees: settings, templates, fonts, and code, which is
-    copied and never run."""
+    """What other programs read pictures with, in the folder of a vision model: settings, templates, fonts, and code,
+    which is copied and never run."""
     return tuple(file.name for pattern in PROCESSOR for file in Listed(source).glob(pattern) if file.is_file())
 
 

@@ -55,7 +55,7 @@ def nodes_without(output_dir: Path, leaders: Sequence[int], rank: int, group: Pr
     name, problem = comm.broadcast_object((token.name, problem), 0, group)
     if problem:
         raise CheckpointError(problem, where="output_dir", fix="make the folder writable, or choose another")
-    blind = rank in leaders and not _is_seen(output_dir / name)
+    blind = rank in leaders and not _exists_soon(output_dir / name)
     found = comm.gather_objects(rank if blind else None, group)
     if rank == 0:
         token.unlink(missing_ok=True)
@@ -77,7 +77,7 @@ def copy_to_nodes(
 
     There it is checked against the manifest and appears whole or not at all. keep: the source's checkpoints by name;
     others of ours on a target are rotated away as they were there. set_aside: a folder of that name is the user's and
-    is kept. Raises on the source, naming who has it not.
+    is kept. Raises on the source, naming the ranks that do not have it.
     """
     chain = [source, *targets]
     if rank not in chain or len(chain) == 1:
@@ -90,11 +90,11 @@ def copy_to_nodes(
         _send_folder(path, onward, wire, {"keep": keep, "set_aside": set_aside})
         _collect(path, targets, wire)
         return
-    told = wire.receive_json(chain[place - 1])
-    stream = _Stream(wire, chain[place - 1], onward, told.get("sizes", []))
+    header = wire.receive_json(chain[place - 1])
+    stream = _Stream(wire, chain[place - 1], onward, header.get("sizes", []))
     if onward is not None:
-        wire.send_json(onward, told)
-    wire.send_json(source, _receive_folder(path, told, stream))
+        wire.send_json(onward, header)
+    wire.send_json(source, _receive_folder(path, header, stream))
 
 
 def copier(
@@ -122,9 +122,9 @@ def agree_on_checkpoint(
 ) -> Path | None:
     """The checkpoint all ranks go on from, there on every node; None when no node has one. All ranks call it.
 
-    `find()` says what this node has: in its output_dir (whose path may differ from node to node) or at a path that is
-    the same on all. On a shared folder rank 0 alone looks. Else the newest that any node has is used, also when rank 0
-    lost its own, and nodes without it, or with other bytes under its name, receive it.
+    `find()` returns what this node has: in its output_dir (whose path may differ from node to node) or at a path that
+    is the same on all. On a shared folder only rank 0 looks. Else the newest that any node has is used, also when rank
+    0 lost its own, and nodes without it, or with other bytes under its name, receive it.
     """
     if group is None:
         return find()
@@ -155,13 +155,13 @@ def together(work: Callable[[], None], group: ProcessGroup | None) -> None:
     except CheckpointError as error:
         if group is None:
             raise
-        problem = _told(error)
+        problem = _fields_of(error)
     problem = next((p for p in comm.gather_objects(problem, group) if p), None) if group is not None else None
     if problem:
         raise CheckpointError(**problem)
 
 
-def _told(error: CheckpointError) -> dict[str, str]:
+def _fields_of(error: CheckpointError) -> dict[str, str]:
     return {"what": error.what, "where": error.where, "fix": error.fix}
 
 
@@ -171,7 +171,7 @@ class _Found:
     step: int = -1
     seal: str = ""  # the manifest's own hash, and it has that of every file
     problem: dict[str, str] | None = None
-    passing: bool = False  # the problem: it says nothing about what is on the disk
+    passing: bool = False  # the problem may pass: the files on disk may be good
 
 
 def _look(find: Callable[[], Path | None], output_dir: Path) -> _Found:
@@ -183,7 +183,7 @@ def _look(find: Callable[[], Path | None], output_dir: Path) -> _Found:
         name = path.name if path.parent == output_dir else str(path.absolute())
         return _Found(name, step_of(path) or 0, seal)
     except CheckpointError as error:
-        return _Found(problem=_told(error), passing=isinstance(error, Unreadable))
+        return _Found(problem=_fields_of(error), passing=isinstance(error, Unreadable))
 
 
 def _seal(folder: Path) -> str:
@@ -198,7 +198,7 @@ def _seal(folder: Path) -> str:
 # --- one folder along the chain ---
 
 
-def _send_folder(path: Path, to: int, wire: Wire, told: dict[str, Any]) -> None:
+def _send_folder(path: Path, to: int, wire: Wire, header: dict[str, Any]) -> None:
     try:
         raw = (path / MANIFEST).read_bytes()
         manifest = Manifest.from_bytes(raw)
@@ -206,14 +206,15 @@ def _send_folder(path: Path, to: int, wire: Wire, told: dict[str, Any]) -> None:
         wire.send_json(to, {"problem": f"{MANIFEST} cannot be read at its source: {error}"})
         return
     sizes = [record.size for record in manifest.files.values()]
-    wire.send_json(to, {**told, "manifest": raw.decode(), "sizes": sizes})
+    wire.send_json(to, {**header, "manifest": raw.decode(), "sizes": sizes})
     for name, record in manifest.files.items():
         for piece in _read(path / name, record.size):
             wire.send(to, piece)
 
 
 def _read(file: Path, size: int) -> Iterator[torch.Tensor]:
-    """Exactly `size` bytes, whatever the file does: what cannot be read is zeros, and the receivers' hashes tell."""
+    """Exactly `size` bytes, whatever the file does: what cannot be read is zeros, and the receivers' hashes then
+    differ."""
     try:
         handle = file.open("rb", buffering=0)
     except OSError:
@@ -278,7 +279,7 @@ class _Stream:
         except CheckpointError:
             if self.onward not in self.wire.lost:
                 raise
-            self.onward = None  # it died; the source will miss its answer
+            self.onward = None  # it died; the source will miss its reply
 
 
 def _messages(sizes: Sequence[int]) -> Iterator[int]:
@@ -287,10 +288,10 @@ def _messages(sizes: Sequence[int]) -> Iterator[int]:
             yield min(CHUNK, size - start)
 
 
-def _receive_folder(path: Path, told: dict[str, Any], stream: _Stream) -> dict[str, str]:
-    if "problem" in told:
-        return {"what": told["problem"]}
-    manifest = Manifest.from_bytes(told["manifest"].encode())
+def _receive_folder(path: Path, header: dict[str, Any], stream: _Stream) -> dict[str, str]:
+    if "problem" in header:
+        return {"what": header["problem"]}
+    manifest = Manifest.from_bytes(header["manifest"].encode())
 
     def write(folder: Path) -> dict[str, FileRecord]:
         records = {}
@@ -305,10 +306,10 @@ def _receive_folder(path: Path, told: dict[str, Any], stream: _Stream) -> dict[s
         path.parent.mkdir(parents=True, exist_ok=True)
         if is_folder(path) and not has_manifest(path):
             raise NoManifest(f"the {path.name} there has no {MANIFEST}: it is not erniekit's to replace")
-        if told["set_aside"]:
+        if header["set_aside"]:
             _set_aside(path)
         writer.publish(path.parent, path.name, write, info=manifest.info, expected_bytes=manifest.total_bytes)
-        _rotate_like(path, told["keep"])
+        _rotate_like(path, header["keep"])
         return {}
     except (OSError, CheckpointError) as error:
         stream.drain()
@@ -344,7 +345,7 @@ def _set_aside(path: Path) -> None:
 # --- all ranks ---
 
 
-def _is_seen(token: Path) -> bool:
+def _exists_soon(token: Path) -> bool:
     for look in range(_LOOKS):
         if token.exists():
             return True

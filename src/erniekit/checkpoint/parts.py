@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from erniekit.checkpoint.wire import Wire
     from erniekit.parallel.sharding import Box
 
-CHUNK = 32 << 20  # bytes a message: what sending and receiving cost in memory beside the tensor itself
+CHUNK = 32 << 20  # bytes a message: what sending and receiving cost in memory besides the tensor itself
 DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -95,7 +95,7 @@ class Gathered:
         self.agree(part.dtype, None)
 
     def room(self, dtype: torch.dtype) -> torch.Tensor:
-        """Where parts go; one of another dtype is received beside it, to be refused."""
+        """The buffer for parts; one of another dtype gets a buffer of its own, to be refused."""
         if self.whole is None:
             self.whole = torch.empty(self.shape, dtype=dtype)
         return self.whole if self.whole.dtype == dtype else torch.empty(self.shape, dtype=dtype)

@@ -1,5 +1,5 @@
 """A checkpoint's fingerprint: a few tokens, their loss and logits. What loads, merges or exports it must repeat them.
-That of a model that sees begins with a small picture, so that tower, resampler and vision experts are asked, too.
+That of a model that sees begins with a small picture, so that tower, resampler and vision experts are tested, too.
 
 Made by train when saving; checked by resume, merge and export.
 """
@@ -56,10 +56,10 @@ class Probe:
     rows: torch.Tensor | None = None  # fp32 [KEPT_ROWS, V]: the last logits
     digest: str = ""  # sha256 of all logits as fp32 bytes
     setting: str = ""  # device, dtype, torch: bit-equality is promised only where this is equal
-    picture: ProbePicture | None = None  # None: text alone
+    picture: ProbePicture | None = None  # None: text only
 
     def more(self, device: torch.device | None = None) -> dict[str, Any]:
-        """What a model's forward takes beside the ids, by name."""
+        """What a model's forward takes besides the ids, by name."""
         p = self.picture
         if p is None:
             return {}
@@ -128,7 +128,7 @@ def with_picture(probe: Probe, tokens: PictureTokens) -> Probe:
 
 
 def measure(answer: Answer, probe: Probe, setting: str) -> Probe:
-    """The probe with a model's answer. `setting`: device, dtype, torch and layout it was computed in."""
+    """The probe with a model's logits and loss. `setting`: device, dtype, torch and layout they were computed in."""
     logits = answer(probe.ids, **probe.more())[0].float().cpu()
     loss = F.cross_entropy(logits, probe.labels[0], ignore_index=IGNORE)
     digest = hashlib.sha256(logits.numpy().tobytes()).hexdigest()
@@ -142,9 +142,9 @@ def save(folder: Path, probe: Probe) -> None:
         tensors |= {name: getattr(probe.picture, name).contiguous() for name in PICTURE}
     # float.hex keeps every bit of the loss in text. One entry: the library writes several in random order,
     # and two equal checkpoints should be equal files.
-    said = {"loss": probe.loss.hex(), "digest": probe.digest, "setting": probe.setting}
+    metadata = {"loss": probe.loss.hex(), "digest": probe.digest, "setting": probe.setting}
     name_weights(folder)
-    save_file(tensors, str(folder / FILE), metadata={"probe": json.dumps(said)})
+    save_file(tensors, str(folder / FILE), metadata={"probe": json.dumps(metadata)})
     readable_by_all(folder / FILE)
 
 
@@ -152,17 +152,17 @@ def load(folder: Path) -> Probe | None:
     if not has_file(folder, FILE):
         return None
     path = folder / FILE
-    said = check_safetensors(path).metadata.get("probe", "")
+    metadata = check_safetensors(path).metadata.get("probe", "")
     try:
         with safe_open(str(path), framework="pt") as file:
             ids, labels, rows = (file.get_tensor(n) for n in ("ids", "labels", "rows"))
-            seen = {n: file.get_tensor(n) for n in PICTURE if n in file.keys()}  # noqa: SIM118 - no mapping
-        meta = json.loads(said)
+            pictures = {n: file.get_tensor(n) for n in PICTURE if n in file.keys()}  # noqa: SIM118 - no mapping
+        meta = json.loads(metadata)
         loss, digest, setting = float.fromhex(meta["loss"]), str(meta["digest"]), str(meta["setting"])
-        whole = all(t.dtype == torch.int64 and t.ndim == 2 and t.shape[0] == 1 for t in (ids, labels))
-        if not whole or ids.shape != labels.shape or ids.shape[1] > MAX_TOKENS or rows.ndim != 2 or int(ids.min()) < 0:
+        valid = all(t.dtype == torch.int64 and t.ndim == 2 and t.shape[0] == 1 for t in (ids, labels))
+        if not valid or ids.shape != labels.shape or ids.shape[1] > MAX_TOKENS or rows.ndim != 2 or int(ids.min()) < 0:
             raise ValueError("its tensors are not those of a probe")
-        picture = _picture_of(seen, ids) if seen else None
+        picture = _picture_of(pictures, ids) if pictures else None
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
         raise CheckpointError(
             f"{FILE} is not a probe that erniekit wrote: {str(error)[:200]}",
@@ -172,9 +172,9 @@ def load(folder: Path) -> Probe | None:
     return Probe(ids, labels, loss, rows, digest, setting, picture)
 
 
-def _picture_of(seen: dict[str, torch.Tensor], ids: torch.Tensor) -> ProbePicture:
+def _picture_of(tensors: dict[str, torch.Tensor], ids: torch.Tensor) -> ProbePicture:
     """Of a file that anybody may have written: whatever does not fit is a ValueError."""
-    picture, count = ProbePicture(**seen), ids.shape[1]  # a TypeError where some are missing
+    picture, count = ProbePicture(**tensors), ids.shape[1]  # a TypeError where some are missing
     whole = (
         picture.patches.dtype == torch.uint8
         and picture.patches.ndim == 2
@@ -231,7 +231,7 @@ def compare(logits: torch.Tensor, expected: Probe, tolerance: float) -> Verdict:
 
 
 def check(answer: Answer, expected: Probe, what: str, setting: str, dtype: torch.dtype) -> Verdict:
-    """Measures again; raises when the answer is not the saved one. Same device, dtype and torch: bit for bit."""
+    """Measures again; raises when the result is not the saved one. Same device, dtype and torch: bit for bit."""
     assert expected.rows is not None
     tolerance = TOLERANCE[dtype] * max(1.0, float(expected.rows.abs().max()))
     verdict = _verdict(measure(answer, expected, setting), expected, tolerance)

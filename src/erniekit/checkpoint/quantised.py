@@ -78,8 +78,8 @@ class StoredWeight:
         """A tensor of the file, of one of these dtypes; numbers are finite."""
         part = read(name)
         if part.dtype not in dtypes:
-            found, wanted = (str(d).removeprefix("torch.") for d in (part.dtype, dtypes[0]))
-            raise self.wrong(f"{name.removeprefix(self.module)[1:]} is {found}, {wanted} belongs there")
+            found, expected = (str(d).removeprefix("torch.") for d in (part.dtype, dtypes[0]))
+            raise self.wrong(f"{name.removeprefix(self.module)[1:]} is {found}, {expected} belongs there")
         if part.dtype in _FLOATS and not torch.isfinite(part).all():
             raise self.wrong(f"{name.removeprefix(self.module)[1:]} holds NaN or infinity")
         return part
@@ -105,13 +105,13 @@ class StoredWeight:
         try:
             raw = self._part(read, f"{self.module}{NF4_STATE}", torch.uint8).flatten()
             state: dict[str, Any] = json.loads(bytes(raw.tolist()))
-            known = state["quant_type"] == "nf4" and state["blocksize"] == nf4.BLOCK
-            known &= state.get("nested_blocksize", nf4.NESTED_BLOCK) == nf4.NESTED_BLOCK
-            known &= len(state["shape"]) == 2 and all(isinstance(n, int) and n > 0 for n in state["shape"])
-            known &= math.isfinite(float(state.get("nested_offset", 0)))
+            supported = state["quant_type"] == "nf4" and state["blocksize"] == nf4.BLOCK
+            supported &= state.get("nested_blocksize", nf4.NESTED_BLOCK) == nf4.NESTED_BLOCK
+            supported &= len(state["shape"]) == 2 and all(isinstance(n, int) and n > 0 for n in state["shape"])
+            supported &= math.isfinite(float(state.get("nested_offset", 0)))
         except (ValueError, KeyError, TypeError, RecursionError):
             raise self.wrong("its quant_state is not one of bitsandbytes' NF4") from None
-        if not known:
+        if not supported:
             raise self.wrong(f"only NF4 in blocks of {nf4.BLOCK} and {nf4.NESTED_BLOCK} is read")
         return state
 
@@ -132,11 +132,11 @@ class StoredWeight:
             absmax = nf4.decode_absmax(nf4.Nested(absmax, scale, offset))
         return nf4.decode_flat(codes, absmax, count, self.dtype).view(state["shape"])
 
-    def _same_table(self, read: Read, name: str, known: torch.Tensor) -> None:
+    def _same_table(self, read: Read, name: str, expected: torch.Tensor) -> None:
         """What codes stand for is in the file as well: with other numbers than bitsandbytes' they are read wrong."""
         held = self._part(read, name, torch.float32).flatten()
         # Its 8-bit numbers are sums of its own: the last bit may differ between its versions.
-        if held.shape != known.shape or not torch.allclose(held, known, rtol=1e-6, atol=0):
+        if held.shape != expected.shape or not torch.allclose(held, expected, rtol=1e-6, atol=0):
             raise self.wrong(f"its {name.rpartition('.')[2]} is another than bitsandbytes' NF4 has")
 
     def wrong(self, what: str) -> CheckpointError:
@@ -153,7 +153,7 @@ class QuantisedFiles(TensorFiles):
         super().__init__(files)
         self.stored = stored
         self._disk = TensorFiles(files)  # the tensors as they are: the codes of a weight may have the weight's name
-        self._last: tuple[str, torch.Tensor] | None = None  # parts of one weight are asked for one after the other
+        self._last: tuple[str, torch.Tensor] | None = None  # parts of one weight are read one after the other
 
     def shape(self, name: str) -> Shape:
         if name not in self.stored:
@@ -185,8 +185,8 @@ def stored_weights(config: Mapping[str, Any], files: Mapping[str, Path], where: 
         scheme = QUANT_RECIPES["nf4"].rest
         modules = [name.removesuffix(NF4_STATE) for name in files if name.endswith(NF4_STATE)]
         stored = {f"{module}.weight": StoredWeight(module, scheme, dtype, where=str(where)) for module in modules}
-        if gone := next((name for name in stored if name not in files), None):
-            raise _refusal(f"{gone} is missing, though its quant_state is there", where)
+        if missing := next((name for name in stored if name not in files), None):
+            raise _refusal(f"{missing} is missing, though its quant_state is there", where)
         return stored
     raise _refusal(f"its weights are quantised by {method!r}, which is not read", where)
 
@@ -220,15 +220,15 @@ def _compressed(
     groups = quantisation.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise _refusal("its quantization_config has no config_groups", where)
-    known = [_group(group, quantisation, where) for group in groups.values()]
+    parsed = [_group(group, quantisation, where) for group in groups.values()]
     rotations = _rotations(quantisation, where)
     out = {}
     for name in files:
         if not name.endswith(".weight_scale"):
             continue
         module = name.removesuffix(".weight_scale")
-        by_name = next((group for group in known if group.names(module)), None)
-        group = by_name or next((group for group in known if "Linear" in group.targets), None)
+        by_name = next((group for group in parsed if group.names(module)), None)
+        group = by_name or next((group for group in parsed if "Linear" in group.targets), None)
         if group is None:
             raise _refusal(f"no config_group of it is meant for {module}", where)
         block = next((size for targets, size in rotations if any(_matches(t, module) for t in targets)), 0)
@@ -268,8 +268,8 @@ def _group(group: Any, quantisation: Mapping[str, Any], where: Path) -> _Group:
     fp8 = scheme.number == "float" and scheme.bits == 8 and form == "float-quantized"
     fp4 = scheme.is_mxfp4 and scheme.group == 32 and form == "mxfp4-pack-quantized"
     if not symmetric or scheme.strategy not in ("group", "channel", "tensor") or not (integer or fp8 or fp4):
-        words = f"{scheme.number}{scheme.bits} {scheme.strategy}, {form}" + ("" if symmetric else ", asymmetric")
-        raise _refusal(f"its weights are {words}, which is not read", where)
+        kind = f"{scheme.number}{scheme.bits} {scheme.strategy}, {form}" + ("" if symmetric else ", asymmetric")
+        raise _refusal(f"its weights are {kind}, which is not read", where)
     return _Group(targets, scheme)
 
 

@@ -1,6 +1,6 @@
 """What one rank holds of a group of tensors, in a file of its own: all ranks write at once and none sends a tensor.
 
-Called by gather.py. A block is stored as `name|where it begins|shape of the whole`, so that any file tells which part
+Called by gather.py. A block is stored as `name|where it begins|shape of the whole`, so that any file shows which part
 of which tensor it has; slices.py reads any layout's part from any layout's files.
 """
 
@@ -43,5 +43,5 @@ def write_part(path: Path, parts: Sequence[Part]) -> FileRecord:
 
     record = write_stream(path, entries, blocks(), {"format": "pt"})
     readable_by_all(path)
-    writer.ops.sync(path)  # by who wrote it: another machine's fsync does not reach this one's memory
+    writer.ops.sync(path)  # on the machine that wrote it: another's fsync does not reach this one's memory
     return record

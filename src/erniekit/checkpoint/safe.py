@@ -26,7 +26,7 @@ _BITS = {
 
 @dataclass(frozen=True)
 class TensorEntry:
-    dtype: str  # safetensors' word: BF16, F32, ...
+    dtype: str  # safetensors' name: BF16, F32, ...
     shape: tuple[int, ...]
     start: int  # bytes from the start of the file
     end: int
@@ -85,7 +85,7 @@ def _read_header(path: Path) -> SafetensorsHeader:
         raw = file.read(length)
     if not raw.startswith(b"{"):
         raise ValueError("its header is not JSON")
-    header = json.loads(raw.decode(), object_pairs_hook=_no_twins, parse_constant=_refuse_word)
+    header = json.loads(raw.decode(), object_pairs_hook=_no_twins, parse_constant=_refuse_constant)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise ValueError("its metadata is not a map of texts")
@@ -148,5 +148,5 @@ def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _refuse_word(word: str) -> Any:
-    raise ValueError(f"its header holds {word}")
+def _refuse_constant(constant: str) -> Any:
+    raise ValueError(f"its header holds {constant}")

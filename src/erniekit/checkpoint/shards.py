@@ -69,8 +69,8 @@ def write_shards(
 
 
 def name_weights(folder: Path) -> None:
-    """An index for a model in one file, before other tensors are put beside it: vLLM and SGLang take every .safetensors
-    of a folder that has none for weights."""
+    """An index for a model in one file, before other tensors are put into the folder: vLLM and SGLang take every
+    .safetensors of a folder that has none for weights."""
     file, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if file.is_file() and not index.exists():
         header = check_safetensors(file)
@@ -80,7 +80,7 @@ def name_weights(folder: Path) -> None:
 
 
 def _clear(folder: Path, stem: str) -> None:
-    """An earlier model in the same folder, of another number of shards, must not be found beside the new one."""
+    """An earlier model in the same folder, of another number of shards, must not be mixed with the new one."""
     for old in (*folder.glob(f"{stem}-*-of-*.safetensors"), *folder.glob(f"{stem}.safetensors*")):
         if old.name.endswith((".safetensors", ".safetensors.index.json")):
             old.unlink()

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 Slices = tuple[slice, ...]
 
-CHUNK = 32 << 20  # bytes read before they are moved to their place: what reading costs beside the piece itself
-_AHEAD = 1 << 20  # bytes the kernel is told of before short reads, which it would else fetch page by page
+CHUNK = 32 << 20  # bytes read before they are moved to their place: what reading costs besides the piece itself
+_AHEAD = 1 << 20  # bytes of readahead hint before short reads, which the kernel would else fetch page by page
 _NEAR = 64 << 10  # bytes between two short reads up to which that pays
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -39,7 +39,7 @@ DTYPES = {
 
 
 class TensorFiles:
-    """Tensors by name in safetensors files. Headers are read once, and checked; data only when asked for."""
+    """Tensors by name in safetensors files. Headers are read once, and checked; data only on access."""
 
     def __init__(self, files: Mapping[str, Path]) -> None:
         self.files = files
@@ -64,10 +64,10 @@ class TensorFiles:
         return self._entry(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        word = self._entry(name).dtype
-        if word not in DTYPES:
-            raise CheckpointError(f"{name} has dtype {word}, which cannot be trained", where=str(self.files[name]))
-        return DTYPES[word]
+        stored = self._entry(name).dtype
+        if stored not in DTYPES:
+            raise CheckpointError(f"{name} has dtype {stored}, which cannot be trained", where=str(self.files[name]))
+        return DTYPES[stored]
 
     def read(self, name: str, at: Slices | None = None, shape: Sequence[int] = ()) -> torch.Tensor:
         """The block `at` of a tensor, one slice with bounds for each dim; all of it when not given.
@@ -100,11 +100,11 @@ class TensorFiles:
         try:
             if file not in self._open:
                 self._open[file] = file.open("rb", buffering=0)
-            fd, done, told = self._open[file].fileno(), 0, -1
+            fd, done, hinted = self._open[file].fileno(), 0, -1
             for start, length in runs:
                 offset, stop = base + start, done + length
-                if length < _NEAR and stop < len(view) and offset >= told:
-                    told = _tell_kernel(fd, offset)
+                if length < _NEAR and stop < len(view) and offset >= hinted:
+                    hinted = _read_ahead(fd, offset)
                 while done < stop:
                     got = os.preadv(fd, [view[done:stop]], offset)
                     if not got:
@@ -122,7 +122,7 @@ def piece_name(name: str, start: Sequence[int], whole: Sequence[int]) -> str:
 
 
 class PiecedFiles(TensorFiles):
-    """Tensors whose blocks lie in the files of the ranks that held them (rank_files.py). Of a block that is asked for,
+    """Tensors whose blocks lie in the files of the ranks that held them (rank_files.py). Of a requested block,
     only what it shares with stored ones is read."""
 
     def __init__(self, stored: TensorFiles) -> None:
@@ -183,7 +183,7 @@ def byte_runs(shape: Sequence[int], at: Slices, item: int) -> Iterator[tuple[int
 @torch.no_grad()
 def fill_boxes(files: TensorFiles, entry: Entry, boxes: Sequence[Box], out: torch.Tensor) -> None:
     """Read straight into a rank's own tensor, on any device and in its dtype: CHUNK bytes are the only extra memory."""
-    if not entry.runs:  # an entry that says nothing of its rows is read whole
+    if not entry.runs:  # an entry without rows is read whole
         whole = entry.read([files.read(name) for name in entry.theirs])
         for box in boxes:
             out[box.local_slices].copy_(whole[box.global_slices])
@@ -234,8 +234,8 @@ def _shifted(here: slice, whole: slice, part: slice) -> slice:
     return slice(here.start + part.start - whole.start, here.start + part.stop - whole.start)
 
 
-def _tell_kernel(fd: int, offset: int) -> int:
-    """Read ahead a megabyte of a cut of columns: three times as fast from a cold disk. Where the kernel listens."""
+def _read_ahead(fd: int, offset: int) -> int:
+    """Read ahead a megabyte of a cut of columns: three times as fast from a cold disk. Only where the system has it."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, offset, _AHEAD, os.POSIX_FADV_WILLNEED)
     return offset + _AHEAD

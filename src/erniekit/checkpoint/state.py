@@ -1,4 +1,4 @@
-"""What a run's state is, beside its weights: counters, random generators, and the promise its config made.
+"""A run's state besides its weights: counters, random generators, and the promise its config made.
 
 Written into every checkpoint as state.json by train/save.py; read back on resume.
 """
@@ -27,7 +27,7 @@ FILE = "state.json"
 
 @dataclass
 class TrainState:
-    step: int = 0  # optimiser updates asked for, skipped ones included
+    step: int = 0  # optimiser updates requested, skipped ones included
     packs: int = 0  # global packs consumed: the one integer that places the data order
     tokens: int = 0  # real tokens seen, padding apart
     trained_tokens: int = 0
@@ -100,8 +100,8 @@ def load(folder: Path) -> tuple[TrainState, dict[str, Any]]:
         raw = read_object(path, CheckpointError)
     except OSError as error:
         raise unreadable(path, error) from error
-    known = {f.name: f.type for f in fields(TrainState)}
-    for name, kind in known.items():
+    types = {f.name: f.type for f in fields(TrainState)}
+    for name, kind in types.items():
         if name in raw and not _fits(raw[name], str(kind)):
             raise CheckpointError(
                 f"{FILE} has {str(raw[name])[:60]!r} for {name!r}, a value of kind {kind} is needed",
@@ -119,7 +119,7 @@ def load(folder: Path) -> tuple[TrainState, dict[str, Any]]:
             where=f"{path}, key optimizer",
             fix="resume from another checkpoint",
         )
-    return TrainState(**{k: v for k, v in raw.items() if k in known}), raw
+    return TrainState(**{k: v for k, v in raw.items() if k in types}), raw
 
 
 def _fits(value: Any, kind: str) -> bool:

@@ -50,14 +50,14 @@ def _pieces(
 
 def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
     """Of tensors that follow each other in this order."""
-    said: dict[str, object] = {"__metadata__": dict(metadata)}
+    fields: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for name, dtype, shape in entries:
         if dtype not in _NAMES:
             raise CheckpointError(f"{name} is {dtype}, which safetensors files of ours do not hold")
         start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
-        said[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(said, separators=(",", ":"), ensure_ascii=False).encode()
+        fields[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 

@@ -30,7 +30,7 @@ def to_transformers(model: nn.Module, config: DecoderConfig) -> PreTrainedModel:
 
     if config.vision is not None:
         raise LaterError("answering with a model that sees is not in this version", fix="use a text model")
-    # Layers that predict further tokens serve training alone: generation does not run them, nor has transformers any.
+    # Layers that predict further tokens serve training only: generation does not run them, nor has transformers any.
     config = replace(config, mtp_layers=0)
     spec = MODELS.get(config.family)
     state = model.state_dict()
@@ -41,10 +41,10 @@ def to_transformers(model: nn.Module, config: DecoderConfig) -> PreTrainedModel:
     entries = spec.names(config, "hf" if config.moe is None else "hf_fused")  # as it holds experts in memory
     tensors = {name: part for e in entries for name, part in zip(e.theirs, e.write(state[e.ours]))}
     missing, unexpected = twin.load_state_dict(tensors, strict=False, assign=True)
-    left = [name for name in missing if not (name == "lm_head.weight" and config.tie_word_embeddings)]
-    if unexpected or left:
+    unfilled = [name for name in missing if not (name == "lm_head.weight" and config.tie_word_embeddings)]
+    if unexpected or unfilled:
         raise CheckpointError(
-            f"transformers' {type(twin).__name__} has no place for {', '.join([*unexpected, *left][:3])}",
+            f"transformers' {type(twin).__name__} has no place for {', '.join([*unexpected, *unfilled][:3])}",
             fix="a bias on the head exists only in the Paddle form of this model",
         )
     twin.tie_weights()

@@ -26,7 +26,7 @@ class Wire:
     def __init__(self, group: ProcessGroup | None, timeout: float = TIMEOUT, tag: int = 0) -> None:
         """tag: of messages that others between the same ranks must not be taken for."""
         self.group, self.timeout, self.tag = group, timeout, tag
-        self.lost: set[int] = set()  # ranks that failed to answer once; gloo closes the connection then
+        self.lost: set[int] = set()  # ranks that failed to reply once; gloo closes the connection then
 
     def send(self, rank: int, data: torch.Tensor) -> None:
         if data.numel():
@@ -43,9 +43,9 @@ class Wire:
     def receive_numbers(self, rank: int, count: int) -> list[int]:
         return self.receive(rank, torch.zeros(count, dtype=torch.int64)).tolist()
 
-    def send_json(self, rank: int, value: Any, word: int = 0) -> None:
+    def send_json(self, rank: int, value: Any, command: int = 0) -> None:
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        self.send_numbers(rank, word, data.numel())
+        self.send_numbers(rank, command, data.numel())
         self.send(rank, data)
 
     def receive_json(self, rank: int, size: int | None = None) -> Any:

@@ -28,7 +28,7 @@ from erniekit.log import warn
 Write = Callable[[Path], Mapping[str, FileRecord] | None]
 
 _SYNC_EVERY = 256 << 20  # bytes
-_SYNC = getattr(os, "fdatasync", os.fsync)  # macOS has the latter alone
+_SYNC = getattr(os, "fdatasync", os.fsync)  # macOS has the latter only
 _HIDDEN = re.compile(r"\.(?P<kind>tmp|del|old)-(?P<name>.+)-\d+-[0-9a-f]{8}")
 
 
@@ -86,8 +86,8 @@ def publish(
     try:
         ops.mkdir(tmp)
         with _remembering() as written:
-            told = write(tmp) or {}
-        _seal(tmp, told, written, info or {})
+            records = write(tmp) or {}
+        _seal(tmp, records, written, info or {})
         may_replace(parent / name)
         _swap_in(tmp, parent / name)
     except (OSError, SafetensorError) as error:
@@ -98,7 +98,7 @@ def publish(
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
-    """Write a new file in pieces and hash it on the way, beside the writing; `publish` does not read it again."""
+    """Write a new file in pieces and hash it meanwhile; `publish` does not read it again."""
     digest, size, unsynced = hashlib.sha256(), 0, 0
     fd = ops.create(path)
     try:
@@ -176,11 +176,11 @@ def discard(path: Path) -> None:
 def sweep(parent: Path, names: str) -> None:
     """Clear what a killed process left of folders named like `names` ("checkpoint-*"), under the lock."""
     for path in sorted(parent.iterdir()):
-        left = _HIDDEN.fullmatch(path.name)
-        if left is None or not fnmatch.fnmatch(left["name"], names):
+        match = _HIDDEN.fullmatch(path.name)
+        if match is None or not fnmatch.fnmatch(match["name"], names):
             continue
-        if left["kind"] == "old" and _is_free(parent / left["name"]):
-            ops.rename(path, parent / left["name"])  # killed between the two renames of _swap_in
+        if match["kind"] == "old" and _is_free(parent / match["name"]):
+            ops.rename(path, parent / match["name"])  # killed between the two renames of _swap_in
         else:
             _remove_quietly(path)
 
@@ -217,8 +217,8 @@ def _seal(folder: Path, handed: Mapping[str, FileRecord], written: Written, info
         if path.is_dir():
             folders.append(path)
             continue
-        known = handed.get(name) or _unchanged(path, written)
-        records[name] = _completed(path, known) if known else measure(path)
+        record = handed.get(name) or _unchanged(path, written)
+        records[name] = _completed(path, record) if record else measure(path)
         ops.sync(path)
         heartbeat.beat()
     if not records or set(handed) - set(records):
@@ -292,7 +292,7 @@ def _not_written(path: Path, error: Exception) -> CheckpointError:
 
 
 class AsyncSaver:
-    """Runs one save at a time beside training. Its error waits for the next `check()` or `wait()`."""
+    """Runs one save at a time parallel to training. Its error waits for the next `check()` or `wait()`."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None

@@ -1,8 +1,8 @@
-"""DEVICES: the words of the key `device` -> the file that drives each. Imports no torch: config and launcher read it.
+"""DEVICES: the values of the key `device` -> the file that drives each. Imports no torch: config and launcher read it.
 
-A word names a vendor, not torch's device type: five vendors' builds of torch call their cards cuda. FAMILIES are words
-that several vendors share. A package adds a word by an entry point of the group `erniekit.devices`.
-docs/adding-a-device.md says what a device's file holds.
+A value names a vendor, not torch's device type: five vendors' builds of torch call their cards cuda. FAMILIES are names
+that several vendors share. A package adds a name by an entry point of the group `erniekit.devices`.
+docs/adding-a-device.md describes a device's file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 OTHERS = "ERNIEKIT_DEVICES"  # names devices of other packages; a variable, because every rank inherits it
 AUTO = "auto"
-# Say which device `auto` is: ours, and the one that ERNIEKit's launch scripts export.
+# Variables that name the device of `auto`: ours, and the one that ERNIEKit's launch scripts export.
 CHOSEN_BY = ("ERNIEKIT_DEVICE", "PADDLE_XCCL_BACKEND")
 
 
@@ -32,8 +32,8 @@ class DeviceEntry:
     """module: has make() -> Device, present() and count()."""
 
     module: str
-    visible: str = ""  # the variable that says which of the machine's devices are ours
-    files: str = ""  # its device files in /dev, one for each device; counted without asking a driver
+    visible: str = ""  # the variable that lists which of the machine's devices are ours
+    files: str = ""  # its device files in /dev, one for each device; counted without a driver
     also_visible: tuple[str, ...] = ()  # variables that the vendor's own scripts set in its place
     package: str = ""  # the installed package whose entry point brings it
 
@@ -80,20 +80,20 @@ class DeviceEntry:
             return False
 
     def count_visible(self, env: Mapping[str, str]) -> int:
-        """Devices of this machine that are ours, without asking the driver: by variable, else by device file."""
+        """Devices of this machine that are ours, without a call to the driver: by variable, else by device file."""
         listed = next((env[name] for name in self.variables if name in env), None)
         if listed is None:
             return len(list(Path("/dev").glob(self.files))) if self.files else 0
         count = 0
-        for word in listed.split(","):
-            if not word.strip() or word.strip().startswith("-"):  # CUDA stops reading at the first that is none
+        for item in listed.split(","):
+            if not item.strip() or item.strip().startswith("-"):  # CUDA stops reading at the first that is none
                 break
             count += 1
         return count
 
     def show(self, env: Mapping[str, str], chosen: tuple[str, ...] = ()) -> dict[str, str]:
         """The variables as ranks should have them: `chosen`, else as they are without blanks, at which Ascend's runtime
-        stops reading ("0, 1" would be device 0 alone)."""
+        stops reading ("0, 1" would be device 0 only)."""
         if chosen:
             given = [name for name in self.variables[1:] if name in env]
             return dict.fromkeys([*self.variables[:1], *given], ",".join(chosen))
@@ -101,14 +101,14 @@ class DeviceEntry:
 
 
 def others(text: str) -> dict[str, DeviceEntry]:
-    """`word=module` or `word=module:VARIABLE`, with commas between. Read when config is imported: what is wrong with it
-    is said when the device is used."""
+    """`name=module` or `name=module:VARIABLE`, with commas between. Read when config is imported: what is wrong with it
+    is reported when the device is used."""
     found = {}
     for item in text.split(","):
-        word, _, rest = item.strip().partition("=")
+        name, _, rest = item.strip().partition("=")
         module, _, visible = rest.partition(":")
-        if word:
-            found[word] = DeviceEntry(module or word, visible)
+        if name:
+            found[name] = DeviceEntry(module or name, visible)
     return found
 
 
@@ -121,7 +121,7 @@ _ASCEND = DeviceEntry(f"{_OURS}.ascend", "ASCEND_RT_VISIBLE_DEVICES", "davinci[0
 _NVIDIA = DeviceEntry(f"{_OURS}.cuda", _CUDA, "nvidia[0-9]*")
 
 # In the order in which `auto` looks for them; the CPU is taken when none is there. NVIDIA's file takes the cuda cards
-# that no other vendor has marked. Words of one line are one device.
+# that no other vendor has marked. Names of one line are one device.
 DEVICES: dict[str, DeviceEntry] = {
     **others(os.environ.get(OTHERS, "")),
     "gpu": _NVIDIA,
@@ -140,75 +140,75 @@ DEVICES: dict[str, DeviceEntry] = {
 # gpu: whatever vendor's card torch calls cuda. xpu: Kunlunxin in Paddle, Intel in torch; what is present is taken.
 FAMILIES = {"gpu": ("iluvatar", "metax", "kunlunxin", "amd", "nvidia"), "xpu": ("kunlunxin", "intel")}
 
-# What installed packages add: `word = module`, or `word = module:VARIABLE` with the variable of `visible`.
-INSTALLED = Registry("device", {word: entry.module for word, entry in DEVICES.items()}, group="erniekit.devices")
+# What installed packages add: `name = module`, or `name = module:VARIABLE` with the variable of `visible`.
+INSTALLED = Registry("device", {name: entry.module for name, entry in DEVICES.items()}, group="erniekit.devices")
 
 
 def table() -> dict[str, DeviceEntry]:
-    """DEVICES, with what installed packages add in front: who installs a device wants `auto` to take it."""
+    """DEVICES, with what installed packages add in front: `auto` takes an installed device first."""
     found = {}
-    for word, plugin in INSTALLED.installed().items():
+    for name, plugin in INSTALLED.installed().items():
         module, _, visible = plugin.value.partition(":")
-        found[word] = DeviceEntry(module, visible, package=plugin.distribution)
+        found[name] = DeviceEntry(module, visible, package=plugin.distribution)
     return {**found, **DEVICES}
 
 
-def device_entry(word: str) -> DeviceEntry:
-    """Of a word; installed packages are only looked at where it is none of DEVICES."""
-    return DEVICES[word] if word in DEVICES else table()[word]
+def device_entry(name: str) -> DeviceEntry:
+    """By name; installed packages are only looked at where it is none of DEVICES."""
+    return DEVICES[name] if name in DEVICES else table()[name]
 
 
 def accelerators() -> Iterator[tuple[str, DeviceEntry]]:
     """What `auto` may take before the CPU, in its order."""
-    return ((word, entry) for word, entry in table().items() if word != "cpu" and word not in FAMILIES)
+    return ((name, entry) for name, entry in table().items() if name != "cpu" and name not in FAMILIES)
 
 
-def named(word: str, env: Mapping[str, str]) -> str:
-    """The word of a `device` value: of `auto`, what a variable says if one does."""
-    if word == AUTO:
-        said = (env.get(name, "").partition(":")[0] for name in CHOSEN_BY)
-        return next((each for each in said if each and (each in DEVICES or each in INSTALLED)), AUTO)
-    return word
+def named(name: str, env: Mapping[str, str]) -> str:
+    """The name in a `device` value: of `auto`, that of a variable if one is set."""
+    if name == AUTO:
+        values = (env.get(variable, "").partition(":")[0] for variable in CHOSEN_BY)
+        return next((each for each in values if each and (each in DEVICES or each in INSTALLED)), AUTO)
+    return name
 
 
-def entry_of(word: str, env: Mapping[str, str]) -> DeviceEntry:
+def entry_of(name: str, env: Mapping[str, str]) -> DeviceEntry:
     """Of a `device` value. Of `auto`: the first that is visible, else the first that has a variable to be chosen by."""
-    word = named(word, env)
-    if word in FAMILIES:
-        known = [DEVICES[word], *(DEVICES[each] for each in FAMILIES[word])]
-    elif word == AUTO:
-        known = [*(entry for _, entry in accelerators()), DEVICES["cpu"]]
-        brought = [entry for entry in known if not entry.module.startswith(_OURS)]
-        known = [*brought, DEVICES["gpu"], *known]  # CUDA_VISIBLE_DEVICES alone: NVIDIA's files are counted, too
+    name = named(name, env)
+    if name in FAMILIES:
+        candidates = [DEVICES[name], *(DEVICES[each] for each in FAMILIES[name])]
+    elif name == AUTO:
+        candidates = [*(entry for _, entry in accelerators()), DEVICES["cpu"]]
+        brought = [entry for entry in candidates if not entry.module.startswith(_OURS)]
+        candidates = [*brought, DEVICES["gpu"], *candidates]  # CUDA_VISIBLE_DEVICES only: NVIDIA's files count, too
     else:
-        return device_entry(word)
-    visible = (entry for entry in known if entry.count_visible(env))
-    return next(visible, next((entry for entry in known if entry.visible), DEVICES["cpu"]))
+        return device_entry(name)
+    visible = (entry for entry in candidates if entry.count_visible(env))
+    return next(visible, next((entry for entry in candidates if entry.visible), DEVICES["cpu"]))
 
 
-def pick(word: str = AUTO, no_cuda: bool = False) -> Device:
+def pick(name: str = AUTO, no_cuda: bool = False) -> Device:
     """The device for a `device` value, with what it lacks found out. `auto` takes the accelerator that is here, else
     the CPU."""
     from erniekit.devices.kernel_caches import keep_kernels
     from erniekit.devices.probes import probed
 
     keep_kernels()
-    word = "cpu" if no_cuda else named(word, os.environ)
-    asked = word
-    if word == AUTO:
-        word = next((name for name, entry in accelerators() if entry.present()), "cpu")
-    elif word in FAMILIES:
-        word = next((each for each in FAMILIES[word] if DEVICES[each].load().present()), FAMILIES[word][-1])
-    module = device_entry(word).load()
+    name = "cpu" if no_cuda else named(name, os.environ)
+    requested = name
+    if name == AUTO:
+        name = next((each for each, entry in accelerators() if entry.present()), "cpu")
+    elif name in FAMILIES:
+        name = next((each for each in FAMILIES[name] if DEVICES[each].load().present()), FAMILIES[name][-1])
+    module = device_entry(name).load()
     if not module.present():
-        raise _absent(asked, module)
+        raise _absent(requested, module)
     made: Device = module.make()
     return probed(made, module.count())
 
 
-def _absent(asked: str, module: Any) -> DeviceError:
-    wanted = f"device {asked!r} was asked for and torch finds none here"
-    if asked == "xpu":
-        wanted += ": neither Kunlunxin's (Paddle's xpu; write kunlunxin) nor Intel's (torch's xpu; write intel)"
+def _absent(name: str, module: Any) -> DeviceError:
+    what = f"device {name!r} was asked for and torch finds none here"
+    if name == "xpu":
+        what += ": neither Kunlunxin's (Paddle's xpu; write kunlunxin) nor Intel's (torch's xpu; write intel)"
     fix = getattr(module, "WHEN_ABSENT", "run with device=cpu")
-    return DeviceError(wanted, where="device", fix=fix)
+    return DeviceError(what, where="device", fix=fix)

@@ -1,5 +1,5 @@
 """A device through torch's common module interface (torch.npu, torch.xpu, torch.mps, torch.musa): what NPUs, XPUs and
-unknown accelerators share. Every question is guarded: a module that lacks a function answers as a CPU would.
+unknown accelerators share. Every call is guarded: a module that lacks a function gives what a CPU would.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class AcceleratorDevice(Device):
     def module(self) -> Any:
         return getattr(torch, self.type)
 
-    def _ask(self, name: str, otherwise: Any, *args: Any) -> Any:
+    def _call(self, name: str, otherwise: Any, *args: Any) -> Any:
         with suppress(Exception):  # an allocator that does not count asserts, an old plug-in has no such function
             return getattr(self.module, name)(*args)
         return otherwise
@@ -83,36 +83,36 @@ class AcceleratorDevice(Device):
         tensor.record_stream(stream)
 
     def free_memory(self) -> tuple[int, int]:
-        free, total = self._ask("mem_get_info", (self.total_memory, self.total_memory))
+        free, total = self._call("mem_get_info", (self.total_memory, self.total_memory))
         return int(free), int(total)
 
     def allocated(self) -> int:
-        return int(self._ask("memory_allocated", 0))
+        return int(self._call("memory_allocated", 0))
 
     def reserved(self) -> int:
-        return int(self._ask("memory_reserved", 0))
+        return int(self._call("memory_reserved", 0))
 
     def peak_allocated(self) -> int:
-        return int(self._ask("max_memory_allocated", 0))
+        return int(self._call("max_memory_allocated", 0))
 
     def peak_reserved(self) -> int:
-        return int(self._ask("max_memory_reserved", 0))
+        return int(self._call("max_memory_reserved", 0))
 
     def reset_peak(self) -> None:
-        self._ask("reset_peak_memory_stats", None)
+        self._call("reset_peak_memory_stats", None)
 
     def empty_cache(self) -> None:
-        self._ask("empty_cache", None)
+        self._call("empty_cache", None)
 
     def same_bits(self) -> None:
         torch.use_deterministic_algorithms(True)
 
     def rng_state(self) -> torch.Tensor | None:
-        state: torch.Tensor | None = self._ask("get_rng_state", None)
+        state: torch.Tensor | None = self._call("get_rng_state", None)
         return state
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        self._ask("set_rng_state", None, state)
+        self._call("set_rng_state", None, state)
 
 
 def make(made: type[AnyDevice], kind: str, label: str) -> AnyDevice:

@@ -29,10 +29,10 @@ class AppleDevice(AcceleratorDevice):
         raise NotImplementedError
 
     def allocated(self) -> int:
-        return int(self._ask("current_allocated_memory", 0))
+        return int(self._call("current_allocated_memory", 0))
 
     def reserved(self) -> int:
-        return int(self._ask("driver_allocated_memory", 0))
+        return int(self._call("driver_allocated_memory", 0))
 
 
 def present() -> bool:

@@ -1,5 +1,5 @@
 """Ascend NPUs through torch_npu and CANN. Described from torch_npu's source and trials of its wheel without a card;
-none has run here. torch_npu wants the CPU build of exactly the torch it was made for.
+none has run here. torch_npu requires the CPU build of exactly the torch it was made for.
 """
 
 from __future__ import annotations

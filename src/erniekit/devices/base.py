@@ -1,8 +1,8 @@
-"""Device: what the rest of the project may ask of the hardware. One file per kind beside this; listed in __init__.py.
+"""Device: the project's interface to the hardware. One file per kind in this folder; listed in __init__.py.
 
 What a kind can do is a class attribute, so that it is known without a card; what differs between cards of one kind is a
 field. Claims are tried by probes.py, and `without` switches off what does not work. Streams, graphs and memory figures
-are asked for only where the attributes above them say that they are there.
+are used only where the attributes above them are true.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ class HostEvent:
 @dataclass(frozen=True)
 class Device:
     name: str  # for people: "NVIDIA H200"
-    type: str  # torch's word: cuda, cpu. Several vendors' builds of torch call theirs cuda
+    type: str  # torch's name: cuda, cpu. Several vendors' builds of torch call theirs cuda
     total_memory: int  # bytes
     peak_flops: dict[torch.dtype, float] = field(default_factory=dict)  # dense, per second; empty = unknown
 
-    vendor: ClassVar[str] = ""  # who made it: a word in DEVICES
-    fabric: ClassVar[str] = ""  # what its collective library can talk to, where that is not its vendor's word: see wire
+    vendor: ClassVar[str] = ""  # who made it: a name in DEVICES
+    fabric: ClassVar[str] = ""  # what its collective library can connect to, where that is not its vendor: see wire
     backend: ClassVar[str] = "gloo"  # of torch.distributed; must also carry tensors of the host
     asynchronous: ClassVar[bool] = False  # calls return before the work is done: streams and events are real
-    pins_memory: ClassVar[bool] = False  # copies from and to pinned host memory run beside the host's work
-    counts_memory: ClassVar[bool] = False  # the runtime tells what is allocated
+    pins_memory: ClassVar[bool] = False  # copies from and to pinned host memory run parallel to the host's work
+    counts_memory: ClassVar[bool] = False  # the runtime reports what is allocated
     fast_bf16: ClassVar[bool] = False  # bf16 is no slower than fp32
     triton: ClassVar[bool] = False  # Triton kernels run here: ours, and those of torch.compile
     records_graphs: ClassVar[bool] = False  # `graphed` and `recorded` work
@@ -78,7 +78,7 @@ class Device:
     # Capability -> why this kind has it not: known from its vendor's documentation, and not tried.
     lacks: ClassVar[Mapping[str, str]] = {}
     proven: ClassVar[frozenset[str]] = frozenset()  # capabilities that ran on cards of this kind: not tried again
-    quiet_lacks: ClassVar[frozenset[str]] = frozenset()  # no news to a user of this kind: no line says so
+    quiet_lacks: ClassVar[frozenset[str]] = frozenset()  # expected by a user of this kind: no line about it
 
     @property
     def claims(self) -> tuple[str, ...]:
@@ -96,7 +96,7 @@ class Device:
         made = copy.copy(self)
         for name in lacks:
             if name in CLAIMED_BY:
-                object.__setattr__(made, CLAIMED_BY[name], False)  # over the class's claim, in this one alone
+                object.__setattr__(made, CLAIMED_BY[name], False)  # over the class's claim, in this one only
         object.__setattr__(made, "lacks", dict(lacks))
         return made
 
@@ -134,7 +134,7 @@ class Device:
         return HostEvent()
 
     def stream(self) -> Any:
-        """A new one, beside that which computes. This and the next three: where work is asynchronous."""
+        """A new one, parallel to that which computes. This and the next three: where work is asynchronous."""
         raise NotImplementedError
 
     def current_stream(self) -> Any:

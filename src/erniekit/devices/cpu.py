@@ -24,7 +24,7 @@ class CpuDevice(Device):
         return self.free_memory()[0] // 2
 
     def empty_cache(self) -> None:
-        """Free pages between used ones go back to the system too: malloc gives back those at its end alone. glibc's."""
+        """Free pages between used ones go back to the system too: malloc gives back only those at its end. glibc's."""
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
         if trim is not None:
             trim(0)
@@ -39,7 +39,7 @@ def count() -> int:
 
 
 def make() -> Device:
-    # A CPU without bf16 instructions says so with a C++ backtrace at the first product; the result is right.
+    # A CPU without bf16 instructions prints a C++ backtrace at the first product; the result is right.
     warnings.filterwarnings("ignore", message=r"(?s).*mkldnn_matmul")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
     return CpuDevice(name=f"CPU, {os.cpu_count()} cores", type="cpu", total_memory=memory)

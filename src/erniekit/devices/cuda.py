@@ -16,7 +16,7 @@ from erniekit.devices import cuda_family
 from erniekit.devices.base import Device, Event, Finding
 from erniekit.devices.findings import tool_finding
 
-# Dense bf16 tensor-core rates from the vendors' data sheets, FLOP/s, by a word in the card's name.
+# Dense bf16 tensor-core rates from the vendors' data sheets, FLOP/s, by a part of the card's name.
 BF16_PEAK = {
     "H200": 989.4e12,
     "H100": 989.4e12,
@@ -50,7 +50,7 @@ class CudaDevice(Device):
         torch.cuda.set_device(index)
 
     def share(self, rank: int, ranks: int) -> Device:
-        """NCCL refuses two ranks on one card of one host: each says that it is another host, and they use sockets."""
+        """NCCL refuses two ranks on one card of one host: each gets another host id, and they use sockets."""
         own = {"NCCL_HOSTID": f"{socket.gethostname()}-rank{rank}", **SHARED_CARD}
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
             own |= dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), "lo")
@@ -143,7 +143,7 @@ def _graph_pool() -> Any:
 
 
 class CudaLikeDevice(CudaDevice):
-    """Another vendor's card that torch calls cuda: nothing is proven, and NVIDIA's own questions have no answer."""
+    """Another vendor's card that torch calls cuda: nothing is proven, and NVIDIA's own queries return nothing."""
 
     proven: ClassVar[frozenset[str]] = frozenset()
     lacks: ClassVar[Mapping[str, str]] = {"nvidia": "not an NVIDIA card"}

@@ -1,7 +1,7 @@
 """Whose card it is that torch calls cuda: five vendors' builds of torch do. And the Device made of one.
 
-The order is from the surest mark to the weakest: a build says whose it is, a card's name does, a vendor's tool only
-says that its driver is installed. NVIDIA's is what no other vendor has marked: others' platforms carry an nvidia-smi.
+The order is from the surest mark to the weakest: the build's own mark, the card's name, a vendor's tool, which only
+shows that its driver is installed. NVIDIA's is what no other vendor has marked: others' platforms carry an nvidia-smi.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAME_MARKS = {
     "metax": ("metax", "mxc"),
     "kunlunxin": ("kunlun", "p800", "xpu"),
 }
-# Not rocm-smi: a HIP build says so itself.
+# Not rocm-smi: a HIP build has its own mark.
 PACKAGES = {"kunlunxin": "torch_xmlir"}
 TOOLS = {"iluvatar": "ixsmi", "metax": "mx-smi", "kunlunxin": "xpu-smi"}
 
@@ -50,7 +50,7 @@ def maker() -> str:
 
 
 def _name() -> str:
-    with suppress(Exception):  # a driver that is too old raises here; the device's own file says what to do
+    with suppress(Exception):  # a driver that is too old raises here; the device's own file has the fix
         if torch.cuda.is_available():
             return torch.cuda.get_device_properties(0).name.lower()
     return ""
@@ -59,7 +59,7 @@ def _name() -> str:
 def present(vendor: str, plugin: str = "") -> bool:
     """Whether torch's cuda device is this vendor's; plugin: imported first, if it is there."""
     if plugin and find_spec(plugin) is not None:
-        with suppress(Exception):  # an SDK that is not set up; `findings` says so
+        with suppress(Exception):  # an SDK that is not set up; `findings` reports it
             __import__(plugin)
     try:
         return bool(torch.cuda.is_available()) and maker() == vendor
@@ -68,12 +68,12 @@ def present(vendor: str, plugin: str = "") -> bool:
 
 
 def make(kind: type[AnyDevice], peaks: Mapping[str, float] | None = None) -> AnyDevice:
-    """peaks: dense bf16 FLOP/s by a word in the card's name."""
+    """peaks: dense bf16 FLOP/s by a part of the card's name."""
     with suppress(Exception):  # NVIDIA's own switches; another vendor's build may have none
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
     properties: Any = torch.cuda.get_device_properties(0)
-    peak = next((rate for word, rate in (peaks or {}).items() if word in properties.name), None)
+    peak = next((rate for part, rate in (peaks or {}).items() if part in properties.name), None)
     return kind(
         name=properties.name,
         type="cuda",

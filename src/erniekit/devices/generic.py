@@ -15,7 +15,7 @@ from erniekit.devices.base import Device, Finding
 
 EVIDENCE = "whatever torch.accelerator finds; nothing of it is known"
 WHEN_ABSENT = "torch.accelerator finds none; import the vendor's plug-in first, or run with device=cpu"
-# Types that have a file of their own here; a new vendor's type is another word.
+# Types that have a file of their own here; a new vendor's type is another name.
 OWN = ("cuda", "npu", "xpu", "mps", "musa", "cpu", "meta")
 
 
@@ -27,14 +27,14 @@ class GenericDevice(AcceleratorDevice):
         """As torch maps it; read when ranks meet, which imports torch.distributed anyway."""
         from torch.distributed import Backend
 
-        known: dict[str, Any] = getattr(Backend, "default_device_backend_map", {})
-        return f"cpu:gloo,{self.type}:{known[self.type]}" if self.type in known else "gloo"
+        backends: dict[str, Any] = getattr(Backend, "default_device_backend_map", {})
+        return f"cpu:gloo,{self.type}:{backends[self.type]}" if self.type in backends else "gloo"
 
 
 def kind() -> str:
-    """torch's word for it; empty where there is none."""
+    """torch's name of it; empty where there is none."""
     try:
-        # How torch was built is no answer: only what is available counts.
+        # How torch was built does not matter: only what is available counts.
         found = torch.accelerator.current_accelerator(check_available=True)
     except Exception:
         return ""

@@ -1,4 +1,4 @@
-"""The words of the key `islands`: which unlike devices share one job, in order. No torch: config and ranks read it."""
+"""The values of the key `islands`: which unlike devices share one job, in order. No torch: config and ranks read it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ GIB = 1024**3
 
 @dataclass(frozen=True)
 class DeviceIsland:
-    device: str  # its word in DEVICES
+    device: str  # its name in DEVICES
     ranks: int
-    speed: float | None = None  # of one device, beside the other islands'; None: measured
-    memory: float | None = None  # bytes of one device; None: what it says
+    speed: float | None = None  # of one device, relative to the other islands'; None: measured
+    memory: float | None = None  # bytes of one device; None: what it reports
 
 
-def parse_islands(words: Sequence[str], where: str = "islands") -> tuple[DeviceIsland, ...]:
-    return tuple(_island(word.strip(" []'\""), where) for word in words if word.strip(" []'\""))
+def parse_islands(values: Sequence[str], where: str = "islands") -> tuple[DeviceIsland, ...]:
+    return tuple(_island(value.strip(" []'\""), where) for value in values if value.strip(" []'\""))
 
 
-def _island(word: str, where: str) -> DeviceIsland:
-    found = re.fullmatch(r"(\w+):(\d+)(?::(\d+(?:\.\d+)?))?(?::(\d+(?:\.\d+)?)G)?", word)
+def _island(value: str, where: str) -> DeviceIsland:
+    found = re.fullmatch(r"(\w+):(\d+)(?::(\d+(?:\.\d+)?))?(?::(\d+(?:\.\d+)?)G)?", value)
     if found is None or not int(found[2]) or (found[3] and not float(found[3])) or (found[4] and not float(found[4])):
-        raise ConfigError(f"{word!r} is no island", where=where, fix=FIX)
+        raise ConfigError(f"{value!r} is no island", where=where, fix=FIX)
     device, ranks, speed, memory = found.groups()
     if device not in DEVICES and device not in INSTALLED:
         near = nearest(device, list(DEVICES))

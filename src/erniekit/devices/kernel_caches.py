@@ -30,7 +30,7 @@ def keep_kernels() -> None:
 
 def variables(env: Mapping[str, str]) -> dict[str, str]:
     """What to set; nothing where the folder cannot be written: then each compiler does as it would by itself."""
-    missing = {name: word for name, word in FOLDERS.items() if name not in env}
+    missing = {name: subfolder for name, subfolder in FOLDERS.items() if name not in env}
     if "TORCHINDUCTOR_CACHE_DIR" in env:
         missing.pop("TRITON_CACHE_DIR", None)  # torch puts Triton's inside its own
     if not missing:
@@ -44,7 +44,7 @@ def variables(env: Mapping[str, str]) -> dict[str, str]:
         return {}
     if not os.access(root, os.W_OK | os.X_OK):
         return {}
-    return {name: str(root / word) for name, word in missing.items()}
+    return {name: str(root / subfolder) for name, subfolder in missing.items()}
 
 
 def folder() -> Path:

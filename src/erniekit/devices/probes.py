@@ -1,8 +1,9 @@
 """Capabilities found by trying them: each probe runs one small operation on the device and compares the result.
 
-`probed` is called by pick(). What a device's file claims is tried unless the file names it in `proven`; what it says to
-lack is not tried. A probe that raises, or computes something else, becomes one line with its reason, never a traceback.
-ERNIEKIT_WITHOUT=triton,graphs skips these: the way out where a vendor's library ends the process instead of raising.
+`probed` is called by pick(). What a device's file claims is tried unless the file names it in `proven`; what it lists
+in `lacks` is not tried. A probe that raises, or computes something else, becomes one line with its reason, never a
+traceback. ERNIEKIT_WITHOUT=triton,graphs skips these: the way out where a vendor's library ends the process instead of
+raising.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def find_lacks(device: Device, count: int = 1) -> dict[str, str]:
         raise _unknown(sorted(unknown))
     if device.vendor == "cpu":
         return {}
-    # A device that does not claim fast bf16 may have a slow one, which users may ask for.
+    # A device that does not claim fast bf16 may have a slow one, which users may choose.
     unclaimed = dict.fromkeys(set(CLAIMED_BY) - {"bf16", *device.claims}, UNCLAIMED)
     lacks = {**unclaimed, **device.lacks, **dict.fromkeys(left_out, f"{WITHOUT} says so")}
     todo = [name for name in device.claims if name not in lacks and name not in device.proven]
@@ -59,25 +60,25 @@ def find_lacks(device: Device, count: int = 1) -> dict[str, str]:
 
 
 def try_one(name: str, device: Device) -> str | None:
-    """Why a capability does not work; None: it does. Whatever a vendor's library raises is an answer."""
+    """Why a capability does not work; None: it does. Whatever a vendor's library raises is a reason."""
     try:
         right = PROBES[name](device)
         device.synchronise()
     except Exception as error:
-        said = (str(error).strip().splitlines() or [""])[0][:LONGEST_REASON]
-        return f"{type(error).__name__}: {said}" if said else type(error).__name__
+        message = (str(error).strip().splitlines() or [""])[0][:LONGEST_REASON]
+        return f"{type(error).__name__}: {message}" if message else type(error).__name__
     return None if right else "its result is wrong"
 
 
 def skipped() -> list[str]:
-    return [word.strip() for word in os.environ.get(WITHOUT, "").split(",") if word.strip()]
+    return [name.strip() for name in os.environ.get(WITHOUT, "").split(",") if name.strip()]
 
 
-def _unknown(words: list[str]) -> Exception:
+def _unknown(names: list[str]) -> Exception:
     from erniekit.errors import DeviceError
 
-    known = ", ".join(capabilities.CAPABILITIES)
-    return DeviceError(f"no capability is called {', '.join(words)}", where=WITHOUT, fix=f"one or more of {known}")
+    choices = ", ".join(capabilities.CAPABILITIES)
+    return DeviceError(f"no capability is called {', '.join(names)}", where=WITHOUT, fix=f"one or more of {choices}")
 
 
 # --- one function a capability: True where the result is right
@@ -89,8 +90,8 @@ def _whole(device: Device, rows: int, columns: int, dtype: torch.dtype) -> torch
     return numbers.to(device.handle, dtype)
 
 
-def _same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    return torch.equal(found.float().cpu(), wanted.float().cpu())
+def _same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.equal(found.float().cpu(), expected.float().cpu())
 
 
 def _bf16(device: Device) -> bool:
@@ -126,7 +127,7 @@ def _varlen(device: Device) -> bool:
     q = _whole(device, ROWS, WIDTH, torch.bfloat16).view(ROWS, 1, WIDTH)
     bounds = torch.tensor([0, 8, ROWS], dtype=torch.int32).to(device.handle)
     out: torch.Tensor = varlen_attn(q, q, q, bounds, bounds, ROWS - 8, ROWS - 8, window_size=(-1, 0))  # type: ignore[assignment]
-    return _same(out[:1], q[:1]) and _same(out[8:9], q[8:9])  # the first token of a document sees itself alone
+    return _same(out[:1], q[:1]) and _same(out[8:9], q[8:9])  # the first token of a document sees only itself
 
 
 def _wide(device: Device) -> bool:
@@ -147,9 +148,9 @@ def _fp8(device: Device) -> bool:
 def _graphs(device: Device) -> bool:
     layer = torch.nn.Linear(WIDTH, WIDTH, bias=False).to(device.handle)
     x = _whole(device, ROWS, WIDTH, torch.float32).requires_grad_()
-    wanted = layer(x).detach()
+    expected = layer(x).detach()
     replayed = device.graphed(layer, (x.detach().clone().requires_grad_(),))(x)
-    return torch.allclose(replayed.detach(), wanted, atol=1e-4)
+    return torch.allclose(replayed.detach(), expected, atol=1e-4)
 
 
 def _nvidia(device: Device) -> bool:

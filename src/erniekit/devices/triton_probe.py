@@ -1,4 +1,4 @@
-"""The smallest Triton kernel: whether a device's Triton compiles and launches one. For probes.py alone."""
+"""The smallest Triton kernel: whether a device's Triton compiles and launches one. For probes.py only."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The model card of an export, README.md: base and licence, data, keys, metrics and how to use it. Called by run.py.
 
-Facts come from the run's own run.json and from the base's folder; what neither says is named as unknown.
+Facts come from the run's own run.json and from the base's folder; what neither has is named as unknown.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KEYS = (
     "gradient_accumulation_steps", "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay",
     "lora_rank", "lora_alpha", "lora_target_modules", "packing", "seed",
 )  # fmt: skip
-# Methods that most runs leave alone: shown where the run chose them.
+# Methods that most runs do not set: shown where the run chose them.
 _METHODS = (
     "optim", "train_only", "freeze", "use_dora", "lora_init", "rslora", "frozen_base", "neftune_noise_alpha",
     "curriculum", "mix_schedule", "distill_alpha", "distill_temperature", "distill_kl", "beta",
@@ -36,7 +36,7 @@ _METRICS = ("train_loss", "eval_loss", "eval_ppl", "best_metric", "global_step",
 
 
 def model_card(name: str, base: Path, adapters: Sequence[Path], gguf: str = "") -> str:
-    """For a folder called `name`. A README.md that the user wrote beside the trained weights is taken instead."""
+    """For a folder called `name`. A README.md that the user wrote next to the trained weights is taken instead."""
     trained = adapters[-1] if adapters else base
     written = _text(trained / FILE)
     run = _run_of(trained)
@@ -56,9 +56,9 @@ def _front(start: Path, given: str, keys: Mapping[str, Any], gguf: str) -> Itera
         yield f"license: {licence}"
     if _is_id(given):
         yield f"base_model: {given}"
-    said = (str(keys.get(key) or "").lower() for key in ("stage", "fine_tuning"))
-    words = ["erniekit", *(word for word in said if re.fullmatch(r"[\w-]+", word))]  # run.json may be another's
-    yield f"tags: [{', '.join(words)}]"
+    values = (str(keys.get(key) or "").lower() for key in ("stage", "fine_tuning"))
+    tags = ["erniekit", *(value for value in values if re.fullmatch(r"[\w-]+", value))]  # run.json may be another's
+    yield f"tags: [{', '.join(tags)}]"
     yield "---"
 
 
@@ -85,16 +85,16 @@ def _body(
         yield from _data(run)
         chosen = {row.get("key") for row in _list(run, "config") if row.get("origin") != "default"}
         shown = [*_KEYS, *(("loss_type",) if keys.get("stage") == "DPO" else ()), *(k for k in _METHODS if k in chosen)]
-        yield from _table("Keys", "key", {key: keys[key] for key in shown if _says(keys.get(key))})
+        yield from _table("Keys", "key", {key: keys[key] for key in shown if _is_set(keys.get(key))})
         numbers = run.get("metrics")
         numbers = numbers if isinstance(numbers, dict) else {}
-        yield from _table("Metrics", "metric", {key: numbers[key] for key in _METRICS if _says(numbers.get(key))})
+        yield from _table("Metrics", "metric", {key: numbers[key] for key in _METRICS if _is_set(numbers.get(key))})
     yield from _use(name, gguf)
 
 
 def _data(run: Mapping[str, Any]) -> Iterator[str]:
-    told = run.get("data")
-    rows = [("train", r) for r in _list(told, "train")] + [("evaluation", r) for r in _list(told, "eval")]
+    data = run.get("data")
+    rows = [("train", r) for r in _list(data, "train")] + [("evaluation", r) for r in _list(data, "eval")]
     if not rows:
         return
     yield from ("", "## Data", "", "| file | use | rows | rows not used | tokens |", "|---|---|---|---|---|")
@@ -133,10 +133,10 @@ def _table(title: str, head: str, values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def licence_of(folder: Path) -> str | None:
-    """What the base's own card or licence file says: `license:` of its README, else the file's title."""
+    """From the base's own card or licence file: `license:` of its README, else the file's title."""
     front = re.match(r"---\n(.*?)\n---", _text(folder / FILE), re.DOTALL)
-    if front and (said := re.search(r"^license:\s*([\w.+-]+)\s*$", front[1], re.MULTILINE)):
-        return said[1]
+    if front and (match := re.search(r"^license:\s*([\w.+-]+)\s*$", front[1], re.MULTILINE)):
+        return match[1]
     for name in _LICENCES:
         text = _text(folder / name)
         if "Apache License" in text[:400] and "Version 2.0" in text[:400]:
@@ -173,8 +173,8 @@ def _is_id(name: str) -> bool:
     return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not Path(name).exists()
 
 
-def _list(told: Any, name: str) -> list[dict[str, Any]]:
-    found = told.get(name) if isinstance(told, dict) else None
+def _list(record: Any, name: str) -> list[dict[str, Any]]:
+    found = record.get(name) if isinstance(record, dict) else None
     return [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
 
 
@@ -186,5 +186,5 @@ def _number(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else "?"
 
 
-def _says(value: Any) -> bool:
+def _is_set(value: Any) -> bool:
     return value not in (None, "", [], -1)

@@ -1,4 +1,4 @@
-"""What the keys of an export ask for: base, adapters, tokenizer and destination, settled or refused before any work.
+"""What the keys of an export select: base, adapters, tokenizer and destination, settled or refused before any work.
 
 Used by run.py; `starts_training` by chat, server and eval as well, which read the same recipes.
 """
@@ -32,14 +32,14 @@ class ExportPlan:
     out: Path
 
 
-# All that export and split read. `lora` and `fine_tuning` say what the folder itself shows.
+# All that export and split read. `lora` and `fine_tuning` only repeat what the folder shows.
 READ = frozenset({
     "model_name_or_path", "download_hub", "output_dir", "lora_path", "override_base", "lora", "fine_tuning",
     "save_format", "max_shard_size", "copy_tokenizer", "tokenizer_name", "merge_grid", "format", "gguf_type", "quant",
 })  # fmt: skip
 
 
-def tell_unread(cfg: RunConfig) -> None:
+def note_unread(cfg: RunConfig) -> None:
     """A recipe holds keys of every command; a key that was typed for this one and changes nothing is worth a line."""
     if idle := cfg.typed_beside(READ):
         say(f"note     without effect on {cfg.command}: {', '.join(idle)} (weights keep their dtype)")
@@ -70,7 +70,7 @@ def plan_of(cfg: RunConfig) -> ExportPlan:
 
 
 def starts_training(cfg: RunConfig) -> bool:
-    """Whether the recipe's lora_path is what the run in output_dir began with: that run's result is then meant."""
+    """Whether the recipe's lora_path is what the run in output_dir began with: then that run's result is exported."""
     if cfg.typed("lora_path") or not cfg.given("output_dir") or not cfg.train.output_dir:
         return False
     output_dir = Path(cfg.train.output_dir).expanduser()
@@ -123,9 +123,9 @@ def _base(cfg: RunConfig, adapters: Sequence[Path]) -> Path:
     found = {adapter: find_base(adapter, cfg.model.model_name_or_path, cfg.model.download_hub) for adapter in adapters}
     first, *others = found.values()
     if any(other.resolve() != first.resolve() for other in others):
-        told = ", ".join(f"{adapter} on {base}" for adapter, base in found.items())
+        pairs = ", ".join(f"{adapter} on {base}" for adapter, base in found.items())
         raise CheckpointError(
-            f"the adapters name different base models: {told}",
+            f"the adapters name different base models: {pairs}",
             where="lora_path",
             fix="name the one to merge them into: model_name_or_path=DIR",
         )

@@ -29,7 +29,7 @@ from erniekit.export import card
 from erniekit.export.gguf.chat import create_command
 from erniekit.export.gguf.proof import GgufProof, prove_gguf
 from erniekit.export.gguf.run import gguf_plan, write_gguf
-from erniekit.export.plan import ExportPlan, plan_of, tell_unread, tokenizer_of
+from erniekit.export.plan import ExportPlan, note_unread, plan_of, tokenizer_of
 from erniekit.export.streamed import streamed
 from erniekit.export.target import check_replaceable, check_target, one_export
 from erniekit.export.verify import Proof, prove
@@ -51,7 +51,7 @@ from erniekit.weight_kinds import BF16
 def run_export(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
     """Adapters merged into their base, or a fully trained model again: see plan.py for what the keys mean."""
     need(cfg, "output_dir")
-    tell_unread(cfg)
+    note_unread(cfg)
     plan = plan_of(cfg)
     gguf = cfg.export.gguf_type if cfg.export.format == "gguf" else ""
     return result_of(
@@ -73,7 +73,7 @@ def run_export(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
 
 
 def _probe_of(plan: ExportPlan, override_base: bool) -> Probe | None:
-    """The saved answer the result must give; several adapters, or one on another base, give none that was saved."""
+    """The saved logits the result must give; there are none for several adapters, or one on another base."""
     if not plan.adapters:
         return probes.load(plan.base)
     return None if override_base or len(plan.adapters) > 1 else stored_probe(plan.adapters[0])
@@ -104,9 +104,9 @@ def export(
     GGUF file of the type `gguf`.
 
     It appears whole and proven, or not at all. tokenizer: the folder whose tokenizer goes with it; the adapters', else
-    the base's when not given. override_base: the adapters may have been trained on another base. `probe`: a saved
-    answer the result must give as well. grid: the frozen_base whose numbers merged weights are rounded to; the result
-    then answers as neither base + adapter nor the probe, and is not asked to.
+    the base's when not given. override_base: the adapters may have been trained on another base. `probe`: saved
+    logits the result must give as well. grid: the frozen_base whose numbers merged weights are rounded to; the result
+    then differs from base + adapter and from the probe, and is not compared.
     """
     folders = (adapters,) if isinstance(adapters, Path) else tuple(adapters or ())
     rounded = grid != BF16
@@ -129,7 +129,7 @@ def export(
         _check_bases(source, folders, loaded)
     if tokenizer is None and (copy_tokenizer or gguf):
         tokenizer = tokenizer_of(base, folders)
-    # Before anything is merged, and from the folder that is the user's: the copy that is checked is gone by then.
+    # Before anything is merged, and from the folder that is the user's: the copy that is checked is deleted by then.
     proof_in = next((place for place in (*reversed(folders), base) if has_file(place, proof_file.FILE)), base)
     if verify and not gguf:
         proof_file.load(proof_in)
@@ -165,8 +165,8 @@ def export(
 
     def write(folder: Path) -> None:
         for place in (base, *folders):  # an adapter's own goes before its base's
-            seen = processor_files(place) if source.config.vision is not None else ()
-            copy_side_files(place, folder, (*SIDE_FILES, *seen, proof_file.FILE))
+            vision_files = processor_files(place) if source.config.vision is not None else ()
+            copy_side_files(place, folder, (*SIDE_FILES, *vision_files, proof_file.FILE))
         if copy_tokenizer and tokenizer is not None:
             copy_side_files(tokenizer, folder, TOKENIZER_FILES)
         # Read once to write; then both folders to compare, and both again to run them.
@@ -188,7 +188,7 @@ def export(
         check_target(out, [base, *folders])
         made, needed = (write, size) if as_gguf is None else (write_file, as_gguf.size)
         publish(out.parent, out.name, made, info=info, expected_bytes=needed, may_replace=check_replaceable)
-    _tell(out, loaded, merge, proofs, f"{layout} layout" if as_gguf is None else as_gguf.kind.name)
+    _show_result(out, loaded, merge, proofs, f"{layout} layout" if as_gguf is None else as_gguf.kind.name)
     for each in filter(None, proved):
         (say if each.stage is None else warn)(f"checked  {each.line()}" if each.stage is None else each.line())
     return out
@@ -223,7 +223,7 @@ def _prove_pixels(folder: Path, proof_in: Path) -> Proved | None:
 
 def _check_bases(source: ModelFolder, folders: Sequence[Path], adapters: Sequence[Adapter]) -> None:
     """Each adapter by itself on this base, before anything is written. A single one whose base has the right weights,
-    or says nothing of them, is asked in the proof of the result."""
+    or has no record of them, is checked in the proof of the result."""
     for folder, adapter in zip(folders, adapters):
         if len(folders) == 1 and same_base(folder, source.path) is not False:
             return
@@ -237,7 +237,7 @@ def _check_bases(source: ModelFolder, folders: Sequence[Path], adapters: Sequenc
 
 
 class _Watched(ModelFolder):
-    """Tells a progress bar how many bytes were read."""
+    """Passes to a progress bar how many bytes were read."""
 
     advance: Callable[[int], object] = staticmethod(lambda size: None)
 
@@ -291,7 +291,7 @@ def _bar(size: int, what: str) -> Iterator[Callable[[int], object]]:
         yield bar.update
 
 
-def _tell(
+def _show_result(
     out: Path, adapters: Sequence[Adapter], merge: _Merge, proofs: Sequence[Proof | GgufProof], what: str
 ) -> None:
     for adapter in adapters:
@@ -300,12 +300,12 @@ def _tell(
     if rounded:
         say(f"rounded  merged weights to what {merge.grid} keeps: {merge.lost():.0%} of the update's size is lost")
     if merge.lost() > 0.5:
-        kind, word, instead = merge.grid, "grid", "leave merge_grid out"
+        kind, target, instead = merge.grid, "grid", "leave merge_grid out"
         if not rounded:
-            kind, word, instead = str(merge.source.dtype()).removeprefix("torch."), "dtype", "train longer"
+            kind, target, instead = str(merge.source.dtype()).removeprefix("torch."), "dtype", "train longer"
         warn(
             f"rounding to {kind} changes the update by {merge.lost():.0%} of its size: it is too small for this "
-            f"{word}; serve base + adapter, or {instead}"
+            f"{target}; serve base + adapter, or {instead}"
         )
     for proof in proofs:
         merged = "" if not adapters else "adapter" if len(adapters) == 1 else f"{len(adapters)} adapters"

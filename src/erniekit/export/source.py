@@ -54,10 +54,10 @@ def find_source(output_dir: Path) -> ExportSource | None:
 def is_unfinished(output_dir: Path) -> bool:
     """Whether a run began there that has not come to its end: then the folder's own model is not that run's."""
     try:
-        story = json.loads((output_dir / "run.json").read_text(encoding="utf-8"))
+        record = json.loads((output_dir / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(story, dict) and story.get("status") in ("running", "stopped", "failed")
+    return isinstance(record, dict) and record.get("status") in ("running", "stopped", "failed")
 
 
 def _weights_in(folder: Path) -> ExportSource | None:

@@ -12,7 +12,7 @@ from erniekit.checkpoint import probe as probes
 from erniekit.checkpoint.hub import resolve_model
 from erniekit.config import RunConfig, load, need
 from erniekit.errors import CheckpointError
-from erniekit.export.plan import named_tokenizer, tell_unread
+from erniekit.export.plan import named_tokenizer, note_unread
 from erniekit.export.run import export, result_of
 from erniekit.export.source import find_source
 from erniekit.result import RunResult
@@ -26,7 +26,7 @@ def split_command(args: list[str]) -> int:
 def run_split(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
     """The model in output_dir, or model_name_or_path when output_dir holds none, to <output_dir>/split_export."""
     need(cfg, "output_dir")
-    tell_unread(cfg)
+    note_unread(cfg)
     output_dir = Path(str(cfg.train.output_dir)).expanduser()
     found = find_source(output_dir) if output_dir.is_dir() else None
     if found is not None and found.is_adapter:

@@ -45,10 +45,10 @@ def streamed_by(model: nn.Module, fill: Fill, adapter: Adapter | None = None, re
     if adapter is not None:
         attach(model, adapter)
 
-    def fill_those(wanted: Callable[[str], bool]) -> None:
+    def fill_those(selected: Callable[[str], bool]) -> None:
         with torch.no_grad():
             for name, slot in base_state(model).items():
-                if wanted(name):
+                if selected(name):
                     fill(name, slot, 0)
 
     def stream(prefix: str, layer: nn.Module) -> None:
@@ -82,7 +82,7 @@ def streamed_by(model: nn.Module, fill: Fill, adapter: Adapter | None = None, re
 
 
 class _RowsEmbedding(nn.Module):
-    """Reads the rows of the ids it is asked for."""
+    """Reads only the rows of the given ids."""
 
     def __init__(self, fill: Fill) -> None:
         super().__init__()

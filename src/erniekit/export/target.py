@@ -61,18 +61,18 @@ def one_export(target: Path) -> Iterator[None]:
                 where=str(target.parent),
                 fix="make the folder writable, or choose another output_dir",
             ) from error
-        _tell_replaced(target)
+        _note_replaced(target)
         yield
 
 
-def _tell_replaced(target: Path) -> None:
+def _note_replaced(target: Path) -> None:
     if not (target / MANIFEST).is_file():
         return
     try:
         info = manifest.load(target).info
     except (Damaged, NoManifest):  # refused by check_target
         return
-    kind = next((f"{word} {info[word]}, " for word in ("quant", "gguf", "merge_grid", "layout") if word in info), "")
+    kind = next((f"{key} {info[key]}, " for key in ("quant", "gguf", "merge_grid", "layout") if key in info), "")
     say(f"note     {target} holds an earlier result ({kind}of {info.get('base', '?')}): it is replaced")
 
 

@@ -38,7 +38,7 @@ class Proof:
     saved_allowed: float = 0.0
 
     def lines(self, merged: str) -> list[str]:
-        """`merged`: what was put on the base, in words; empty for a copy."""
+        """`merged`: what was put on the base, as text; empty for a copy."""
         out = ["every tensor bit-identical to its source"]
         if merged:
             out = [f"merged logits within {self.merged:.1e} of base + {merged} (allowed {self.merged_allowed:.1e})"]
@@ -98,7 +98,7 @@ def same_tensors(base: ModelFolder, written: ModelFolder, changed: set[str]) -> 
 
 class SameExperts:
     """Runs models with the experts the first of them chose: rounding may tip a choice between two that are nearly
-    equal, which moves logits by far more than rounding does and says nothing about the merge."""
+    equal, which moves logits by far more than rounding does and is no error of the merge."""
 
     def __init__(self) -> None:
         self.chosen: dict[str, torch.Tensor] = {}

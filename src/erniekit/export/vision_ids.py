@@ -1,4 +1,4 @@
-"""The ids a server needs in config.json of a model that sees, from its tokenizer where the base does not say them.
+"""The ids a server needs in config.json of a model that sees, from its tokenizer where the base does not have them.
 
 Called by export/run.py. Without them vLLM takes the marks around pictures for text and sends them to text experts.
 """

@@ -17,7 +17,7 @@ PREPROCESSOR = "preprocessor_config.json"
 
 
 def vision_rules(cfg: RunConfig, model: Path | None) -> VisionRules:
-    """model: the folder whose preprocessor_config.json says sizes; without one ERNIE-4.5-VL's are taken."""
+    """model: the folder whose preprocessor_config.json has the sizes; without one ERNIE-4.5-VL's are taken."""
     v, compat = cfg.vision, cfg.compat.erniekit_rows
     sizes = (
         VisionRules.sizes_of(read_settings(model / PREPROCESSOR)) if model and (model / PREPROCESSOR).is_file() else {}

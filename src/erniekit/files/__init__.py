@@ -1,6 +1,7 @@
 """Which files are ours: the record kept in every folder erniekit writes into, and the checks made from it.
 
-Every room that writes outside a checkpoint asks here first; checkpoints and exports carry a MANIFEST.json instead.
+Every folder of code that writes outside a checkpoint checks here first; checkpoints and exports carry a MANIFEST.json
+instead.
 """
 
 from erniekit.files.json_file import read_object

@@ -1,6 +1,6 @@
 """What may be read in a folder that carries our MANIFEST.json: the files it lists. Others were added later.
 
-Every reader of a checkpoint or an export asks here for its files: checkpoint/, lora/, export/, data/tokenizer.py.
+Every reader of a checkpoint or an export gets its files from here: checkpoint/, lora/, export/, data/tokenizer.py.
 Folders without a manifest of ours are read as they are; checkpoint/manifest.py compares files with their digests.
 """
 
@@ -30,7 +30,7 @@ class Listed:
         self._names = _names(folder)
 
     def allows(self, name: str) -> bool:
-        """Whether a file of this name may be read. Says so once for each that is there and may not."""
+        """Whether a file of this name may be read. Warns once for each that is there and may not."""
         if self._names is None or name in self._names:
             return True
         if os.path.lexists(self.folder / name):
@@ -57,8 +57,8 @@ def has_file(folder: Path, name: str) -> bool:
 
 
 def refuse_added_tokenizer(folder: Path) -> None:
-    """A vocabulary or a chat template put beside a published model would change every prompt: refused, not ignored,
-    since it was put there to act."""
+    """A vocabulary or a chat template put into a published model's folder would change every prompt: refused, not
+    ignored, since it was put there to act."""
     found = [name for name in Listed(folder).added() if name in TOKENIZER_FILES]
     if found:
         raise CheckpointError(
@@ -82,11 +82,11 @@ def _names(folder: Path) -> frozenset[str] | None:
             f"{MANIFEST} cannot be read: {error.strerror or error}", where=str(path), fix="run the same command again"
         ) from error
     try:
-        told = json.loads(raw)
-        ours = isinstance(told, dict) and {"files", "format", "sha256"} <= told.keys()
+        manifest = json.loads(raw)
+        ours = isinstance(manifest, dict) and {"files", "format", "sha256"} <= manifest.keys()
         if not ours:
             return None
-        return frozenset(map(str, told["files"]))
+        return frozenset(map(str, manifest["files"]))
     except (ValueError, RecursionError, TypeError):
         if not raw.startswith(_OURS):
             return None

@@ -1,4 +1,4 @@
-"""Whether a run may write into a folder: asked before anything is spent, by the command line, the page and the ranks.
+"""Whether a run may write into a folder: checked before any work, by the command line, the page and the ranks.
 
 A run takes an empty folder or goes on in one of its own; inputs may not lie in it, nor it in them.
 """
@@ -19,7 +19,7 @@ from erniekit.files.unwritable import way_out
 
 RUN = "run"
 ROWS = "rows"  # use of a file of rows that a Python session gave: written before the run and only read by it
-# What a run writes beside its checkpoints, and the files of a final model.
+# What a run writes besides its checkpoints, and the files of a final model.
 RUN_FILES = (
     "run.json", "metrics.jsonl", "report.html", "train_results.json", "eval_results.json", "all_results.json",
     "trainer_state.json", "bad_rows.jsonl", "bad_eval_rows.jsonl", "wandb_run_id",
@@ -51,8 +51,8 @@ def check_output(output: str | Path, folders: Mapping[str, str], files: Mapping[
         return
     owned = OwnedFiles(output)
     if owned.purpose() != RUN and not is_unrecorded_run(output):
-        known = owned.entries()
-        foreign = sorted(n for n in _names(output) if not (_is_incidental(output / n) or owned.is_ours(n, known)))
+        recorded = owned.entries()
+        foreign = sorted(n for n in _names(output) if not (_is_incidental(output / n) or owned.is_ours(n, recorded)))
         if foreign:
             raise NotOurs(
                 f"output_dir is neither empty nor a run: it holds {some(foreign)}",
@@ -94,8 +94,8 @@ def is_unrecorded_run(output: Path) -> bool:
     """A run of a version that kept no record: run.json as such a version wrote it."""
     if OwnedFiles(output).exists:
         return False
-    story = _json(output / "run.json")
-    return isinstance(story.get("format"), int) and {"version", "command", "status"} <= story.keys()
+    record = _json(output / "run.json")
+    return isinstance(record.get("format"), int) and {"version", "command", "status"} <= record.keys()
 
 
 def _adoptable(output: Path) -> dict[str, RecordEntry]:

@@ -72,8 +72,8 @@ class OwnedFiles:
                 entry.digests.clear()
             if "sha256" in line:  # without a size nothing matches it
                 size, time = line.get("size"), line.get("mtime_ns")
-                known = Content(size if isinstance(size, int) else -1, str(line["sha256"]))
-                entry.digests.append(known._replace(mtime_ns=time) if isinstance(time, int) else known)
+                content = Content(size if isinstance(size, int) else -1, str(line["sha256"]))
+                entry.digests.append(content._replace(mtime_ns=time) if isinstance(time, int) else content)
         return found
 
     def is_ours(self, name: str, entries: Mapping[str, RecordEntry] | None = None) -> bool:
@@ -99,8 +99,8 @@ class OwnedFiles:
     def claim(self, *names: str) -> None:
         """Record files that are about to be created or rewritten; refused where one exists that is not ours."""
         self.refuse(names)
-        known = self.entries()
-        self._append([{"name": name, "open": True} for name in names if name not in known or known[name].digests])
+        recorded = self.entries()
+        self._append([{"name": name, "open": True} for name in names if name not in recorded or recorded[name].digests])
 
     def settle(self, *names: str) -> None:
         """Record the final content: from here on a file of that name with other content is not ours."""
@@ -109,11 +109,11 @@ class OwnedFiles:
     def claim_content(self, contents: Mapping[str, Content], use: str) -> None:
         """The same for files whose content is fixed."""
         self.refuse(list(contents))
-        known = self.entries()
+        recorded = self.entries()
         lines = [
             {"name": name, "use": use, **content._asdict()}
             for name, content in contents.items()
-            if name not in known or content not in known[name].digests
+            if name not in recorded or content not in recorded[name].digests
         ]
         self._append(lines)
 

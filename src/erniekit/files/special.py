@@ -1,6 +1,6 @@
 """Named pipes, sockets and devices where a file belongs: opening one may wait for ever, so each is refused by name.
 
-Called before a file that a user named is opened, in every room that reads such files.
+Called before a file that a user named is opened, in every package that reads such files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR:
 
 
 def refuse_special(path: str | Path, error: type[ErnieKitError]) -> None:
-    """Raises `error` for what is there and neither file nor folder. Whatever else is wrong, opening it will tell."""
+    """Raises `error` for what is there and neither file nor folder. Whatever else is wrong, opening it will show."""
     try:
         kind = _KINDS.get(stat.S_IFMT(os.stat(path).st_mode))
     except OSError:

@@ -1,4 +1,4 @@
-"""The files of a tokenizer, by name: what is read, copied beside a model, and refused where it was added later."""
+"""The files of a tokenizer, by name: what is read, copied with a model, and refused where it was added later."""
 
 from __future__ import annotations
 

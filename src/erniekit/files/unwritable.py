@@ -1,4 +1,4 @@
-"""What to do about a folder that cannot be written, by the system's own reason. For every error that says so."""
+"""What to do about a folder that cannot be written, by the system's own reason. For every error of that kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What in a tree is not ours: asked before a whole folder of ours is deleted (a web job, an earlier demo)."""
+"""What in a tree is not ours: checked before a whole folder of ours is deleted (a web job, an earlier demo)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNLISTED = re.compile(
     r"\.erniekit[a-z_.-]*\.lock|\.(tmp|del|old)-.+-\d+-[0-9a-f]{8}|\.seen-[0-9a-f]{16}|rank-\d+-step-\d+\.txt"
     r"|events\.out\.tfevents\..+|vdlrecords\..+\.log"
 )
-_PARTS = ("recipe.yaml", "command.txt", "job.json", *RUN_FILES)  # written beside their place, then renamed
+_PARTS = ("recipe.yaml", "command.txt", "job.json", *RUN_FILES)  # written under another name, then renamed
 
 
 def foreign_files(folder: Path, also_ours: frozenset[str] = frozenset()) -> Iterator[Path]:
@@ -48,10 +48,10 @@ def _in_manifest(folder: Path) -> frozenset[Path]:
     path = folder / MANIFEST
     try:
         files = json.loads(path.read_text(encoding="utf-8"))["files"]
-        wanted = {folder / name: (int(record["size"]), str(record["sha256"])) for name, record in files.items()}
+        listed = {folder / name: (int(record["size"]), str(record["sha256"])) for name, record in files.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return frozenset()
-    return frozenset(file for file, content in wanted.items() if file.is_file() and content_of(file)[:2] == content) | {
+    return frozenset(file for file, content in listed.items() if file.is_file() and content_of(file)[:2] == content) | {
         path
     }
 

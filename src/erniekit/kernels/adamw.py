@@ -1,6 +1,6 @@
 """One AdamW update of many tensors, and the norm of many gradients, as a few launches. Called by optim/adamw.py.
 
-`reference` is the definition, `unpacked` and `pack` say how weights and moments are stored between updates.
+`reference` is the definition, `unpacked` and `pack` define how weights and moments are stored between updates.
 `FusedAdamW` is for NVIDIA cards: it reads 16-bit or fp32 gradients as they are, writes weights and states in one sweep,
 and the device itself decides whether anything is written. lean_adamw.py launches what is stored in fewer bytes.
 """
@@ -64,8 +64,8 @@ def fair16(value: torch.Tensor, step: torch.Tensor, which: int) -> torch.Tensor:
     return ((bits + noise) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
-def _signed(word: int) -> int:
-    return word - (1 << 32) if word >> 31 else word
+def _signed(value: int) -> int:
+    return value - (1 << 32) if value >> 31 else value
 
 
 @torch.no_grad()
@@ -287,7 +287,7 @@ def _by_kind(slots: Sequence[Slot]) -> list[tuple[Kind, list[Slot], list[tuple[t
     found: dict[Kind, tuple[list[Slot], list[tuple[torch.Tensor, torch.Tensor]]]] = {}
     for slot in slots:
         whole = slot
-        # A model with experts has a thousand of these every step: what is in one piece already is left alone.
+        # A model with experts has a thousand of these every step: what is in one piece already is not copied.
         if not all(t is None or t.is_contiguous() for t in slot[:6]):
             whole = Slot(*(None if t is None else t.contiguous() for t in slot[:6]))  # type: ignore[arg-type]
         grad, master, average, square, _, weight = whole[:6]

@@ -96,13 +96,13 @@ def _masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed: torch.Te
 
 
 def _written_out(cu_seqlens: torch.Tensor, shared: Keys, queries: int, keys: int) -> torch.Tensor:
-    """bool [1, queries, keys]: who sees whom."""
+    """bool [1, queries, keys]: which query sees which key."""
     allowed = torch.zeros(1, queries, keys, dtype=torch.bool, device=shared.index.device)
     starts, key_starts = cu_seqlens.tolist(), shared.bounds.tolist()
     for s, (start, end) in enumerate(pairwise(starts)):
-        seen = shared.index[key_starts[s] : key_starts[s + 1]]
+        visible = shared.index[key_starts[s] : key_starts[s + 1]]
         for query in range(start, end):
-            allowed[0, query, seen[: len(seen) - (end - 1 - query)]] = True
+            allowed[0, query, visible[: len(visible) - (end - 1 - query)]] = True
     return allowed
 
 
@@ -125,21 +125,21 @@ def _ends_aligned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Te
     """q [n, Nq, D] are the last n places of k, v [m, Nkv, D]; torch's own causal flag would align their starts."""
     n, earlier = q.shape[0], k.shape[0] - q.shape[0]
     if earlier > PADDED * n:
-        seen = torch.ones(n, k.shape[0], dtype=torch.bool, device=q.device).tril(earlier)
+        mask = torch.ones(n, k.shape[0], dtype=torch.bool, device=q.device).tril(earlier)
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)[0].transpose(0, 1)
+        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)[0].transpose(0, 1)
     return _causal(F.pad(q, (0, 0, 0, 0, earlier, 0))[None], k[None], v[None])[0, earlier:]
 
 
 def _host_would_wait(q: torch.Tensor) -> bool:
-    """Documents one by one: the host has to know their bounds. Where nothing else is there, a mask costs less."""
+    """Documents one by one: the host needs their bounds. Where nothing else is there, a mask costs less."""
     return q.device.type != "cpu" and not (q.is_cuda and capabilities.has("varlen"))
 
 
 def _with_a_mask(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, key_bounds: torch.Tensor
 ) -> torch.Tensor:
-    """Every query against all keys, with who sees whom in a mask, some queries at a time: no wait, and at most
+    """Every query against all keys, with a mask of what each sees, some queries at a time: no wait, and at most
     MASKED scores at once where a device forms them. k, v are flat."""
     flat = q.flatten(0, 1)
     tokens, keys, heads = flat.shape[0], k.shape[0], flat.shape[1]
@@ -153,9 +153,9 @@ def _with_a_mask(
         doc = torch.searchsorted(bounds.to(query.dtype), query, right=True)
         # A document's last query sees its last key, the one before it the key before that.
         last_key = key_bounds[doc].long() - (bounds[doc].long() - query)
-        seen = (key_doc[None] == doc[:, None]) & (key[None] <= last_key[:, None])
+        mask = (key_doc[None] == doc[:, None]) & (key[None] <= last_key[:, None])
         part = flat[at : at + step].transpose(0, 1)[None]
-        out.append(F.scaled_dot_product_attention(part, k, v, seen, enable_gqa=True)[0].transpose(0, 1))
+        out.append(F.scaled_dot_product_attention(part, k, v, mask, enable_gqa=True)[0].transpose(0, 1))
     return torch.cat(out).view_as(q)
 
 
@@ -179,7 +179,7 @@ def _varlen(
 
     repeat = q.shape[2] // k.shape[1]
     # torch 2.11's varlen_attn has no enable_gqa; FlashAttention-2 itself takes fewer kv heads.
-    options: dict[str, Any] = {"enable_gqa": True} if repeat > 1 and _varlen_knows_gqa() else {}
+    options: dict[str, Any] = {"enable_gqa": True} if repeat > 1 and _varlen_supports_gqa() else {}
     if repeat > 1 and not options:
         k, v = (t.repeat_interleave(repeat, dim=1) for t in (k, v))
     out: Any = varlen_attn(
@@ -189,7 +189,7 @@ def _varlen(
     return result
 
 
-def _varlen_knows_gqa() -> bool:
+def _varlen_supports_gqa() -> bool:
     import inspect
 
     from torch.nn.attention.varlen import varlen_attn

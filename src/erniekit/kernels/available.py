@@ -1,4 +1,4 @@
-"""Whether Triton kernels can be built here, and which optional libraries of kernels load. Asked by every file that has
+"""Whether Triton kernels can be built here, and which optional libraries of kernels load. Used by every file that has
 or calls one, and by recipes/speed_decisions.py."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def loaded(name: str, *needed: str, package: str = "") -> ModuleType | None:
     """An optional module that has all it is wanted for; None where it is not installed or does not load. package: what
-    it is installed as; says so where it is there and does not load."""
+    it is installed as; prints a line where it is there and does not load."""
     try:
         module = import_module(name)
         if missing := [each for each in needed if not hasattr(module, each)]:
@@ -63,7 +63,7 @@ def why_no_triton() -> str | None:
     return _why_not_built() or capabilities.why_not("triton")
 
 
-_BUILT = _why_not_built() is None  # a constant for who compiles what asks
+_BUILT = _why_not_built() is None  # a constant, for functions that are compiled
 
 
 def has_triton() -> bool:
@@ -82,6 +82,6 @@ def kernel_op(name: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 def shapes_of(name: str) -> Callable[[Function], Function]:
-    """Decorator of what an operator answers when it is traced: tensors of the right shapes, without memory."""
+    """Decorator of what an operator returns when it is traced: tensors of the right shapes, without memory."""
     made: Callable[[Function], Function] = torch.library.register_fake(name)
     return made

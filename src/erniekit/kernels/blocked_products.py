@@ -2,7 +2,7 @@
 should not wait to learn how many rows each expert has.
 
 Each expert's rows are laid out in whole blocks: R rows of E experts need at most R / BLOCK + E blocks, a number known
-without asking the device, and a block meets one expert. Called by grouped_gemm.py. `ends` as there.
+without a wait for the device, and a block meets one expert. Called by grouped_gemm.py. `ends` as there.
 """
 
 from __future__ import annotations

@@ -41,9 +41,9 @@ def linear_cross_entropy(
     """hidden [T, H], weight [V, H], labels [T] -> the SUM of token losses (fp32 scalar), times scale.
 
     Ignored tokens never reach the head; a head that needs no gradient gets none formed. count: how many labels are
-    trained, so that the device is not asked. scale: gradients are final once they are formed, which saves a pass over
-    the head's; the loss must then be what backward starts from, alone or as a term of a sum: its own gradient is 1.
-    shard: the weight is a part of a wider head's, and dx this part's.
+    trained, so that the host does not wait for the device. scale: gradients are final once they are formed, which saves
+    a pass over the head's; the loss must then be what backward starts from, by itself or as a term of a sum: its own
+    gradient is 1. shard: the weight is a part of a wider head's, and dx this part's.
     """
     hidden, weight, bias = graphless(hidden, weight, bias)  # type: ignore[assignment]
     places = trained_rows(labels, ignore, count)

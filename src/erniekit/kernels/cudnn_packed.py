@@ -217,7 +217,7 @@ def backward_plan(shape: PackShape, device: torch.device) -> Plan:
 
 @functools.cache
 def supported(shape: PackShape, device: torch.device) -> bool:
-    """Whether cuDNN has plans for both directions; asked in each, so that both go the same way."""
+    """Whether cuDNN has plans for both directions; checked in each, so that both go the same way."""
     if not offsets_fit(shape):
         warn_once("packed attention: too many tokens for offsets in int32, FlashAttention is used instead of cuDNN")
         return False

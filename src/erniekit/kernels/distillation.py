@@ -54,14 +54,14 @@ def linear_distillation(
     fp32 and times scale; and both sums by themselves, [2]: cross-entropy, KL. Arguments as linear_cross_entropy's."""
     hidden, weight, bias = graphless(hidden, weight, bias)  # type: ignore[assignment]
     places = trained_rows(labels, ignore, count)
-    told = hidden.new_zeros(2, dtype=torch.float32)
+    sums = hidden.new_zeros(2, dtype=torch.float32)
     if places is not None and not places.numel():
         given = [t[:0].float().sum() for t in (hidden, weight, bias) if t is not None]
-        return torch.stack(given).sum(), told
+        return torch.stack(given).sum(), sums
     loss: torch.Tensor = _LinearDistillation.apply(
-        hidden, weight, bias, labels, places, teacher, mix, chunk, scale, told
+        hidden, weight, bias, labels, places, teacher, mix, chunk, scale, sums
     )
-    return loss, told
+    return loss, sums
 
 
 def divergence(
@@ -94,7 +94,7 @@ class _LinearDistillation(torch.autograd.Function):
         mix: Mix,
         chunk: int,
         scale: float | None,
-        told: torch.Tensor,
+        sums: torch.Tensor,
     ) -> torch.Tensor:
         x_all, y_all, theirs = hidden, labels, teacher.hidden
         if places is not None:
@@ -108,7 +108,7 @@ class _LinearDistillation(torch.autograd.Function):
             other = F.linear(theirs[span], teacher.weight, teacher.bias).float()
             apart, grad = divergence(logits, other, mix, formed.wanted)
             del other
-            told += torch.stack((F.cross_entropy(logits, y, reduction="sum"), apart))
+            sums += torch.stack((F.cross_entropy(logits, y, reduction="sum"), apart))
             if grad is not None:
                 hard = logits.softmax(-1)
                 hard[torch.arange(len(y), device=y.device), y] -= 1.0
@@ -116,7 +116,7 @@ class _LinearDistillation(torch.autograd.Function):
                 formed.add(span, grad if scale is None else grad.mul_(scale), x)
             del logits, grad  # before the next chunk needs the room
         keep_formed(ctx, formed, hidden.shape[0], places, scale)
-        total = mix.alpha * told[1] + (1 - mix.alpha) * told[0]
+        total = mix.alpha * sums[1] + (1 - mix.alpha) * sums[0]
         return total if scale is None else total * scale
 
     @staticmethod

@@ -2,12 +2,12 @@
 over rows that happen anyway. Every dispatch, stored kind, LoRA rank and device goes through it. Called by
 models/layers/experts.py.
 
-Its ends are gather and combine: tokens are taken by `row_of`, answers summed by `place_of`. Rows that have travelled
+Its ends are gather and combine: tokens are taken by `row_of`, outputs summed by `place_of`. Rows that have travelled
 to another rank are tokens of one choice and no weight, put in order and back. Choices may be without a row: their
 experts are elsewhere, or the capacity was reached.
 
-A token's routing weight multiplies its activation before the down product, so the answer is a plain sum over choices
-and the weight's gradient falls out of SwiGLU's backward. Kept for backward: the tokens, gate_up's answer without its
+A token's routing weight multiplies its activation before the down product, so the output is a plain sum over choices
+and the weight's gradient falls out of SwiGLU's backward. Kept for backward: the tokens, gate_up's output without its
 update, and the low ranks; the rest is computed again. T tokens, K choices, R rows, E experts, H hidden, W width.
 """
 
@@ -64,7 +64,7 @@ def expert_mlp_and_seen(
     down: Stored,
     *updates: Update | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, and what the kinds of gate_up and down want to know of their rows: fp32 [2], or empty."""
+    """The same, and what the kinds of gate_up and down observe of their rows: fp32 [2], or empty."""
     values: dict[str, Any] = {"x": x, **order._asdict(), "weights": weights, "gate_up": gate_up, "down": down}
     for name, update in zip(("gate", "up", "down"), updates, strict=True):
         values[f"{name}_a"], values[f"{name}_b"] = update[:2] if update else (None, None)
@@ -78,7 +78,7 @@ ARGUMENTS = OpArguments(
     gate_a="Tensor?", gate_b="Tensor?", up_a="Tensor?", up_b="Tensor?", down_a="Tensor?", down_b="Tensor?",
     scales="float[]",
 )  # fmt: skip
-# What may want a gradient, in the order backward answers.
+# What may need a gradient, in the order backward returns them.
 GRADED = ("x", "weights", "gate_up", "down", "gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b")
 # Defined by hand: what `custom_op` wraps around a function costs the host as much as a launch.
 _LIBRARY = torch.library.Library("erniekit", "FRAGMENT")
@@ -137,7 +137,7 @@ class _Op:
         self.below: Low | None = None if a["down_a"] is None else (a["down_a"], 1.0)
 
     def taken(self, tokens: torch.Tensor, weight: Stored, lows: list[Low]) -> tuple[Rows, torch.Tensor]:
-        """Rows of tokens [T, in] as the product with `weight` wants them, and their low ranks. In fp8 tokens are
+        """Rows of tokens [T, in] as the product with `weight` takes them, and their low ranks. In fp8 tokens are
         rounded before they are taken: one rounding serves all choices, and half the bytes are written."""
         if not kind_of(weight).rows_in_fp8:
             return self.steps.take(tokens, self.row_of, self.k, self.ends, lows)  # type: ignore[no-any-return]
@@ -184,18 +184,18 @@ def _low(factor: torch.Tensor | None, scale: float) -> Low | None:
 
 
 def forward(*flat: Any) -> tuple[torch.Tensor, ...]:
-    """y, what backward wants (gate_up's rows, z of gate and up, z of down), and what the kinds want to know."""
+    """y, what backward needs (gate_up's rows, z of gate and up, z of down), and what the kinds observe."""
     op = _Op(flat)
     steps, a, ends = op.steps, op.a, op.ends
     rows, z = op.taken(op.x, op.first, [(factor, 1.0) for factor in (a["gate_a"], a["up_a"]) if factor is not None])
-    middle, seen = op.product(rows, op.first), [op.seen(rows, op.first)]
+    middle, observed = op.product(rows, op.first), [op.seen(rows, op.first)]
     del rows
     act, z_down = steps.activate(middle, z, op.gate, op.up, op.below, op.weights, op.row_of, ends)
     tails = [] if a["down_b"] is None else [(z_down, a["down_b"].transpose(1, 2))]
-    answers = op.product(act, op.last, tails, op.scales[2])
-    seen.append(op.seen(act, op.last))
+    outputs = op.product(act, op.last, tails, op.scales[2])
+    observed.append(op.seen(act, op.last))
     del act
-    return steps.sum_choices(answers, op.place_of, op.k, ends), middle, z, z_down, torch.cat(seen)
+    return steps.sum_choices(outputs, op.place_of, op.k, ends), middle, z, z_down, torch.cat(observed)
 
 
 @shapes_of("erniekit::expert_mlp")
@@ -204,12 +204,12 @@ def _(*flat: Any) -> tuple[torch.Tensor, ...]:
     ranks = [0 if a[name] is None else a[name].shape[1] for name in ("gate_a", "up_a", "down_a")]
     x, rows, (both, _) = a["x"], a["row_of"].shape[0], kind_of(a["gate_up"]).shape(a["gate_up"])
     kept = (x.new_empty(rows, n) for n in (both, ranks[0] + ranks[1], ranks[2]))
-    told = sum(kind_of(a[name]).seen(x).numel() for name in ("gate_up", "down"))
-    return x.new_empty(x.shape), *kept, x.new_empty(told, dtype=torch.float32)
+    observed = sum(kind_of(a[name]).seen(x).numel() for name in ("gate_up", "down"))
+    return x.new_empty(x.shape), *kept, x.new_empty(observed, dtype=torch.float32)
 
 
 def backward(grad: torch.Tensor, *given: Any) -> list[torch.Tensor]:
-    """The gradients `wanted` of GRADED, those alone."""
+    """The gradients `wanted` of GRADED, only those."""
     flat, (middle, z, z_down, wanted) = given[: ARGUMENTS.count], given[ARGUMENTS.count :]
     op, out, want = _Op(flat), dict[str, torch.Tensor](), dict(zip(GRADED, wanted))
     steps, a, x, ends, scales = op.steps, op.a, op.x, op.ends, op.scales
@@ -244,10 +244,10 @@ def backward(grad: torch.Tensor, *given: Any) -> list[torch.Tensor]:
         for (name, mine), half, scale in zip(halves, d_middle.chunk(2, dim=1), scales):
             if want[f"{name}_b"]:
                 (out[f"{name}_b"],) = steps.outer(half, [(z[:, mine], scale)], ends, turned=True)
-    asked = [(f"{name}_a", (d_z[:, mine], 1.0)) for name, mine in halves if want[f"{name}_a"]]
-    if asked:
-        found = steps.outer(x, [each for _, each in asked], ends, op.row_of, op.k)
-        out |= zip((name for name, _ in asked), found)
+    products = [(f"{name}_a", (d_z[:, mine], 1.0)) for name, mine in halves if want[f"{name}_a"]]
+    if products:
+        found = steps.outer(x, [each for _, each in products], ends, op.row_of, op.k)
+        out |= zip((name for name, _ in products), found)
     if want["gate_up"]:
         out["gate_up"] = op.weight_gradient(d_middle, steps.take(x, op.row_of, op.k, ends, [])[0], op.first)
     if want["x"]:

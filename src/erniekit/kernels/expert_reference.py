@@ -18,7 +18,7 @@ def take(
     x: torch.Tensor, row_of: torch.Tensor, k: int, ends: torch.Tensor, lows: list[Low], keep: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [R, W] of tokens x [T, W], and scale * rows @ factor^T of each of `lows` side by side [R, ranks].
-    keep=False: the second alone, the first empty."""
+    keep=False: only the second, the first empty."""
     rows = x.index_select(0, row_of // k)
     low = [grouped_product(rows, factor.transpose(1, 2), ends) * scale for factor, scale in lows]
     return (rows if keep else rows[:0].clone()), torch.cat([rows[:, :0], *low], dim=1)
@@ -86,8 +86,8 @@ def activate_backward(
         grad = grad + _product_in_fp32(grad_low, down[0], ends)
     s, weight = g.sigmoid(), weights[row_of].float()[:, None]
     dots = (grad * g * s * u).sum(-1)
-    known = _known(row_of.shape[0], ends)
-    grad_weights = torch.zeros_like(weights).index_copy_(0, row_of, torch.where(known, dots, 0.0).to(weights.dtype))
+    valid = _valid_rows(row_of.shape[0], ends)
+    grad_weights = torch.zeros_like(weights).index_copy_(0, row_of, torch.where(valid, dots, 0.0).to(weights.dtype))
     grad = grad * weight
     d_gate, d_up = grad * u * (s + g * s * (1 - s)), grad * g * s
     out = torch.cat([d_gate, d_up], dim=-1).to(gate_up.dtype)
@@ -109,7 +109,7 @@ def sum_choices(rows: torch.Tensor, place_of: torch.Tensor, k: int, ends: torch.
     return chosen.view(-1, k, rows.shape[1]).sum(1).to(rows.dtype)
 
 
-def _known(rows: int, ends: torch.Tensor) -> torch.Tensor:
+def _valid_rows(rows: int, ends: torch.Tensor) -> torch.Tensor:
     """bool [R]: whether a row is some expert's."""
     return torch.arange(rows, device=ends.device) < ends[-1]
 
@@ -137,7 +137,7 @@ def outer_of_halves(
     wide: torch.Tensor, narrow: torch.Tensor, split: int, scales: tuple[float, float], ends: torch.Tensor
 ) -> list[torch.Tensor]:
     """Of each half of wide [R, 2 * W] and its columns of narrow [R, n], the first half's up to `split`: what `outer`
-    answers, turned: [E, W, split] and [E, W, n - split]."""
+    returns, turned: [E, W, split] and [E, W, n - split]."""
     parts = zip(wide.chunk(2, dim=1), (narrow[:, :split], narrow[:, split:]), scales)
     return [outer(half, [(mine, scale)], ends, turned=True)[0] for half, mine, scale in parts]
 

@@ -1,6 +1,6 @@
 """FlashAttention-4 on Hopper cards, through the optional package flash-attn-4. For packed_attention.py.
 
-Rows of one document and packs of many; kernels are made when first asked for (about 5 s), for any length and number of
+Rows of one document and packs of many; kernels are made at first use (about 5 s), for any length and number of
 documents. B batch, L length, T tokens, N heads, D head_dim.
 """
 
@@ -17,7 +17,7 @@ from erniekit.kernels.available import loaded, shapes_of
 
 PACKAGE = "flash-attn-4"
 HEAD_DIMS = (64, 128)
-LEAST = 256  # "the longest" told to it: of shorter ones it would make other kernels
+LEAST = 256  # the least "longest" passed to it: for shorter ones it would make other kernels
 
 
 @functools.cache

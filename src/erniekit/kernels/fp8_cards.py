@@ -1,4 +1,4 @@
-"""Which cards multiply in fp8, and what they ask of a weight. Asked by kernels/stored and selection.py."""
+"""Which cards multiply in fp8, and what they require of a weight. Used by kernels/stored and selection.py."""
 
 from __future__ import annotations
 

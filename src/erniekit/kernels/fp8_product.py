@@ -68,11 +68,11 @@ def grouped(
         from erniekit.kernels.triton import grouped_products
 
         return grouped_products.in_fp8(rows8, rs, w8, ws, ends, [], 1.0).to(dtype)
-    answers = torch._scaled_grouped_mm(
+    products = torch._scaled_grouped_mm(
         rows8, w8.transpose(1, 2), rs.view(-1), _scales(w8, ws).squeeze(-1), offs=ends, out_dtype=torch.bfloat16,
         use_fast_accum=True,
     )  # fmt: skip
-    return answers.to(dtype)
+    return products.to(dtype)
 
 
 def grouped_plus(

@@ -20,14 +20,14 @@ from erniekit.kernels.selection import ALIGNED, ExpertFacts, ProductFacts, chose
 
 
 def spans(ends: torch.Tensor) -> Iterator[tuple[int, slice]]:
-    """Waits for the device to know the ends."""
+    """Waits for the device, to read the ends."""
     bounds = [0, *ends.tolist()]
     return ((e, slice(a, b)) for e, (a, b) in enumerate(pairwise(bounds)))
 
 
 def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """rows [R, D], weight [E, D, W] of any strides -> [R, W]."""
-    if not rows.shape[0]:  # vision experts of a batch of text: nothing to ask the device for
+    if not rows.shape[0]:  # vision experts of a batch of text: nothing to compute
         return rows.new_zeros(0, weight.shape[2])
     by = implementation(rows, weight)
     if by == "loop":
@@ -47,7 +47,7 @@ def grouped_product_plus(
     rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, tails: list[Tail], scale: float
 ) -> torch.Tensor:
     """`grouped_product` + scale * the sum of z factor over tails (z [R, n], factor [E, n, W]), rounded once. Only where
-    `adds_in_product` says so."""
+    `adds_in_product` is true."""
     from erniekit.kernels.triton import grouped_products
 
     if not weight.is_contiguous() and not weight.transpose(1, 2).is_contiguous():

@@ -18,7 +18,7 @@ from erniekit.kernels.selection import ProductFacts, chosen
 from erniekit.kernels.softmax import in_place, softmax_gradient
 
 CHUNK = 2048  # rows of fp32 logits alive at once; 2048 x 103,424 = 0.8 GiB
-ALIGNED = 64  # logits' rows start at multiples of this many columns, which products in 16 bit want
+ALIGNED = 64  # logits' rows start at multiples of this many columns, which products in 16 bit need
 
 
 class Shard(NamedTuple):
@@ -30,7 +30,7 @@ class Shard(NamedTuple):
 
 
 def graphless(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Inside a Function `needs_input_grad` does not know of no_grad: without this, evaluation would form gradients."""
+    """Inside a Function `needs_input_grad` ignores no_grad: without this, evaluation would form gradients."""
     if torch.is_grad_enabled():
         return tensors
     return tuple(None if t is None else t.detach() for t in tensors)
@@ -39,7 +39,7 @@ def graphless(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
 def trained_rows(labels: torch.Tensor, ignore: int, count: int | None) -> torch.Tensor | None:
     """Places [n] of the labels [T] that are trained; None: all are.
 
-    count: how many, where the host knows; without it the host waits for the device to tell.
+    count: how many, where the host has it; without it the host waits for the device.
     """
     trained = labels != ignore
     if count is None:

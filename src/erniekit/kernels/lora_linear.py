@@ -243,7 +243,7 @@ def _written_out(
     ranks: list[int],
     wanted: list[bool],
 ) -> list[torch.Tensor]:
-    """What the backward op answers, made of ops that can be differentiated again."""
+    """What the backward op returns, made of ops that can be differentiated again."""
     low, grad_low = (_scaled(t, scales, ranks) for t in (F.linear(x, A), grad @ B))
     if weight.kind == PLAIN:
         grad_x = grad @ weight.data

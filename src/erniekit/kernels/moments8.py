@@ -24,7 +24,7 @@ from erniekit.kernels.position_noise import high16, low16
 
 BLOCK = 256
 SHORTEST = 64  # columns; tensors with fewer, and those of one dim, keep wide moments: they are few
-TINY = 2.0**-126  # below it v is 0: beside any epsilon it is
+TINY = 2.0**-126  # below it v is 0: next to any epsilon it is
 HUGE = 3e38  # v is at most this: an infinite one would make its whole block infinite
 SPAN = 48.0  # log2 of how far apart the values of a block are at most
 LEAST_SPAN = 2.0**-8  # what they count as apart at least: a step between codes is never 0

@@ -103,8 +103,8 @@ def decode_absmax(nested: Nested) -> torch.Tensor:
 
 def nearest_dynamic(values: torch.Tensor, signed: bool) -> torch.Tensor:
     """uint8 codes of values between -1 (0: unsigned) and 1."""
-    known = dynamic_table(signed, values.device)
-    return torch.bucketize(values, (known[1:] + known[:-1]) / 2, out_int32=True).to(torch.uint8)
+    entries = dynamic_table(signed, values.device)
+    return torch.bucketize(values, (entries[1:] + entries[:-1]) / 2, out_int32=True).to(torch.uint8)
 
 
 def dynamic_values(codes: torch.Tensor, signed: bool) -> torch.Tensor:

@@ -249,9 +249,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
 def _gradient(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
     grads: tuple[Any, ...] = (None, None, None)
     if grad is not None:
-        *known, bounds, sizes, key_index, key_bounds, key_places = ctx.saved_tensors
+        *saved, bounds, sizes, key_index, key_bounds, key_places = ctx.saved_tensors
         grads = torch.ops.erniekit.packed_attention_backward(
-            grad, *known, ctx.backend, bounds, sizes, key_index, key_bounds, key_places
+            grad, *saved, ctx.backend, bounds, sizes, key_index, key_bounds, key_places
         )
     return *grads, None, None, None, None, None, None
 

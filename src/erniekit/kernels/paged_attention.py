@@ -93,9 +93,9 @@ def attend_reference(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, 
     """The definition: each token's sequence gathered from the pool."""
     offsets = torch.arange(where.size, device=q.device)
     slots = (where.tables[where.rows].long()[..., None] * where.size + offsets).flatten(1)  # [T, M * size]
-    seen = torch.arange(slots.shape[1], device=q.device) <= where.places[:, None]
+    mask = torch.arange(slots.shape[1], device=q.device) <= where.places[:, None]
     # index_select: several times quicker than keys[slots] on a CPU. -> [T, Nkv, M * size, D]
     near, far = (
         t.index_select(0, slots.flatten()).unflatten(0, slots.shape).transpose(1, 2).to(q.dtype) for t in (keys, values)
     )
-    return F.scaled_dot_product_attention(q[:, :, None], near, far, seen[:, None, None], enable_gqa=True)[:, :, 0]
+    return F.scaled_dot_product_attention(q[:, :, None], near, far, mask[:, None, None], enable_gqa=True)[:, :, 0]

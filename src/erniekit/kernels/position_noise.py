@@ -1,7 +1,7 @@
 """Random bits of a weight's position: what stochastic rounding draws. Used by kernels/adamw.py and moments8.py.
 
 A draw depends on the run's seed, the tensor's name, the update's number and the element's row and column in the whole
-tensor, and on nothing else. So a resumed run draws the same, and so does every layout: a rank knows which rows and
+tensor, and on nothing else. So a resumed run draws the same, and so does every layout: a rank has which rows and
 columns it holds (TensorPart). kernels/triton/lean_adamw.py computes the same bits.
 
 Where an element begins is random; from update to update its draw goes on by the golden ratio, so that few draws in a
@@ -68,5 +68,5 @@ def _shifted(h: torch.Tensor, shift: int) -> torch.Tensor:
     return (h >> shift) & ((1 << 32 - shift) - 1)
 
 
-def signed(word: int) -> int:
-    return word - (1 << 32) if word >> 31 else word
+def signed(value: int) -> int:
+    return value - (1 << 32) if value >> 31 else value

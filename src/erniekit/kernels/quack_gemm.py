@@ -22,7 +22,7 @@ from erniekit.kernels.swiglu import reference as swiglu
 from erniekit.log import warn_once
 
 PACKAGE = "quack-kernels"
-APART = 0.02  # of two right answers in bf16, relative
+APART = 0.02  # of two right results in bf16, relative
 WIDE, MANY = 16384, 1024  # columns and rows from which a head's logits are faster: 5 to 9 %
 
 Trial = Callable[[], tuple[list[torch.Tensor], list[torch.Tensor]]]  # what came out, and what should have
@@ -45,7 +45,7 @@ def why_not(what: str, device: torch.device) -> str | None:
 
 
 def agrees(what: str, trial: Trial) -> bool:
-    """Says so where it does not."""
+    """Prints a line where it does not."""
     try:
         far = float(torch.stack([(a.float() - b.float()).norm() / b.float().norm() for a, b in zip(*trial())]).max())
     except Exception as problem:
@@ -57,17 +57,17 @@ def agrees(what: str, trial: Trial) -> bool:
 
 
 def cause(problem: Exception) -> Exception:
-    """What to tell of. quack-kernels keys an epilogue by its source and by all that this reaches, up to installed code,
-    which it knows by the name of a folder. Where cutlass lies elsewhere (`pip install --target`) it goes on into that,
-    to an object that has no key, and says nothing of the folder."""
+    """The error to report. quack-kernels keys an epilogue by its source and by all that this reaches, up to installed
+    code, which it recognises by the name of a folder. Where cutlass lies elsewhere (`pip install --target`) it goes on
+    into that, to an object that has no key, and its message does not name the folder."""
     cutlass = getattr(sys.modules.get("cutlass"), "__file__", None)
     if not cutlass or "semantic key" not in str(problem):
         return problem
     if {"site-packages", "dist-packages"} & set(Path(cutlass).parts):
         return problem
-    told = ImportError(f"cutlass is not in a folder named site-packages\nbut {cutlass}")
-    told.__cause__ = problem
-    return told
+    error = ImportError(f"cutlass is not in a folder named site-packages\nbut {cutlass}")
+    error.__cause__ = problem
+    return error
 
 
 def _draws(device: torch.device) -> Callable[..., torch.Tensor]:
@@ -87,8 +87,8 @@ def _try_grouped(device: torch.device) -> tuple[list[torch.Tensor], list[torch.T
     drawn = _draws(device)
     rows, weight = drawn(300, 128), drawn(4, 192, 128).transpose(1, 2)
     ends = torch.tensor([70, 70, 201, 300], dtype=torch.int32).to(device, non_blocking=True)
-    answers = [grouped(rows, weight, ends), grouped(rows, weight.contiguous(), ends)]
-    return answers, [F.grouped_mm(rows, weight, offs=ends)] * 2
+    results = [grouped(rows, weight, ends), grouped(rows, weight.contiguous(), ends)]
+    return results, [F.grouped_mm(rows, weight, offs=ends)] * 2
 
 
 def logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

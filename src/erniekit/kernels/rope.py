@@ -14,7 +14,7 @@ import torch
 def inverse_frequencies(
     head_dim: int, theta: float, scaling: dict[str, Any] | None, device: torch.device
 ) -> torch.Tensor:
-    """theta^(-2i/D) for i in 0..D/2-1, stretched as `scaling` says (linear, llama3)."""
+    """theta^(-2i/D) for i in 0..D/2-1, stretched by `scaling` (linear, llama3)."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
     freq = 1.0 / theta**exponents
     if not scaling or scaling["rope_type"] == "default":

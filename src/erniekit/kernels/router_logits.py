@@ -65,7 +65,7 @@ def _(x, weight):  # type: ignore[no-untyped-def]
 def _backward(grad, x, weight, wanted):  # type: ignore[no-untyped-def]
     out = []
     if wanted[0]:
-        # The answer is rounded to x's 8 bits: of the product of two sums, what is below 16 bits is left out.
+        # The result is rounded to x's 8 bits: of the product of two sums, what is below 16 bits is left out.
         out.append(_product(side_by_side(grad, (0, 1, 0), 1), side_by_side(weight, (0, 0, 1), 0)).to(x.dtype))
     if wanted[1]:
         out.append(_product(side_by_side(grad, (0, 1, 2), 1).t(), x).view(3, *weight.shape).sum(0))

@@ -2,7 +2,7 @@
 
 Called by serve/engines. A draw is exact in whole numbers: a token's weight is exp((score - the highest) / temperature)
 in units of 2**-40, so that sums do not depend on their order, and a row's token does not depend on the other rows. The
-number it is drawn by depends on the request's seed and the token's place alone: what is computed again is drawn again.
+number it is drawn by depends only on the request's seed and the token's place: what is computed again is drawn again.
 R rows, V vocabulary.
 """
 
@@ -66,7 +66,7 @@ def reference(logits: torch.Tensor, params: DrawParams, places: torch.Tensor) ->
     sound = torch.isfinite(highest[:, 0])
     greedy = params.temperature <= 0
     likeliest = scores.argmax(-1)
-    if bool(greedy.all()):  # the usual case on a CPU, where asking is no wait
+    if bool(greedy.all()):  # the usual case on a CPU, where the check is no wait
         return torch.where(sound, likeliest, -1)
     heat = torch.where(greedy, 1.0, params.temperature)[:, None]
     weights = (((scores - highest) / heat).exp() * 2.0**UNIT).nan_to_num(0.0).long()

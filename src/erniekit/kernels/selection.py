@@ -1,7 +1,7 @@
 """Which implementation of an operation runs, and why: for each operation its implementations, the fastest first, each
 with the reason why it cannot take given facts. The last takes everything.
 
-Asked by the kernels themselves and, for a table of a whole model, by recipes/kernel_table.py. `force` overrules the
+Called by the kernels themselves and, for a table of a whole model, by recipes/kernel_table.py. `force` overrules the
 order, for tests and benchmarks (the key `kernels`).
 """
 
@@ -42,7 +42,7 @@ class AttentionFacts:
     group: int  # query heads to a kv head
     head_dim: int
     gradients: bool = True
-    same_bits: bool = False  # asked for each time
+    same_bits: bool = False  # results must be equal bit for bit each time
     listed: bool = False  # documents look at keys that a list names: prompts they share, or keys of other ranks
 
 
@@ -267,12 +267,12 @@ def _select(operation: str, facts: Any, version: int) -> Choice:
     """version: of what the device is known to lack."""
     reasons: list[str] = []
     for name, why_not in OPERATIONS[operation]:
-        wanted = _forced.get(operation)
-        if wanted is not None and name != wanted:
+        forced = _forced.get(operation)
+        if forced is not None and name != forced:
             continue
         problem = why_not(facts)
         if problem is None:
-            return Choice(operation, name, "forced by kernels" if wanted else "; ".join(reasons) or "the fastest")
+            return Choice(operation, name, "forced by kernels" if forced else "; ".join(reasons) or "the fastest")
         reasons.append(f"{name}: {problem}")
     raise ValueError(f"{operation} cannot be forced here: {reasons[0]}")
 

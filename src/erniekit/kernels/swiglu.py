@@ -26,13 +26,13 @@ def reference(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def pairs(gate_up: torch.Tensor) -> torch.Tensor:
-    """[T, 2 W] of gates, then ups -> each gate beside its up."""
+    """[T, 2 W] of gates, then ups -> each gate next to its up."""
     return torch.stack(gate_up.chunk(2, dim=1), dim=2).flatten(1)
 
 
 def swiglu_gradient(grad: torch.Tensor, gate_up: torch.Tensor, paired: bool = False) -> torch.Tensor:
-    """grad [T, W], gate_up [T, 2 W] -> of gates, then of ups [T, 2 W], for who writes a way back by hand. paired: each
-    gate lies beside its up."""
+    """grad [T, W], gate_up [T, 2 W] -> of gates, then of ups [T, 2 W], for backward passes written by hand. paired:
+    each gate lies next to its up."""
     return (_backward if _on_card(gate_up) else reference_gradient)(grad.contiguous(), gate_up, paired)
 
 

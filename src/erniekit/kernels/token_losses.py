@@ -39,7 +39,8 @@ def linear_token_losses(
     """hidden [T, H], weight [V, H], labels [T] -> negative log-likelihoods, fp32 [T], 0 where ignored.
 
     Ignored tokens never reach the head; a head that needs no gradient gets none formed. count: how many labels are
-    not ignored, so that the device is not asked. shard: the weight is a part of a wider head's, and dx this part's.
+    not ignored, so that the host does not wait for the device. shard: the weight is a part of a wider head's, and dx
+    this part's.
     """
     hidden, weight, bias = graphless(hidden, weight, bias)  # type: ignore[assignment]
     places = trained_rows(labels, ignore, count)

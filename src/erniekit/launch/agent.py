@@ -29,7 +29,7 @@ from erniekit.errors import ConfigError
 from erniekit.launch.failure import CRASH, LAUNCHED, PREEMPTED, Failure, first, read
 from erniekit.launch.heartbeat import Machine, newest_checkpoint, notice_silence
 from erniekit.launch.logs import LAUNCHER_LOG, Relay, own_folder
-from erniekit.launch.nodes import WORD_S, Apart, Nodes, addresses, interface_of, own_address, rendezvous
+from erniekit.launch.nodes import BLAME_WAIT_S, Apart, Nodes, addresses, interface_of, own_address, rendezvous
 from erniekit.launch.plan import LAUNCH_NAME, LaunchPlan
 from erniekit.log import say
 
@@ -84,7 +84,7 @@ def run_ranks(launch: LaunchPlan, command: list[str]) -> int:
 
 
 class RankLogs(LogsSpecs):
-    """Tells torch where each rank writes: into our relay, and its last word into a file of its own."""
+    """Where torch lets each rank write: output into our relay, its error into a file of its own."""
 
     def __init__(self, relay: Relay, errors: Path) -> None:
         super().__init__(str(relay.folder))
@@ -116,19 +116,19 @@ class Agent(LocalElasticAgent):
         self.launch, self.relay, self.here, self.logs = launch, relay, here, logs
         self.exit_code, self.met = 0, False
         self._nodes: Nodes | None = None
-        self._word = secrets.token_hex(4)  # tells this launcher from another that takes its place
+        self._launcher = secrets.token_hex(4)  # distinguishes this launcher from another that takes its place
         self._signals: list[int] = []  # that came for us
         self._passed_on = 0  # how many of them the ranks have
         self._ignored = {n for n in (signal.SIGHUP,) if signal.getsignal(n) == signal.SIG_IGN}  # nohup erniekit ...
         self._leave_by = float("inf")  # monotonic: when those that are still saving have had their time
-        self._blamed_at: float | None = None  # monotonic: since when a rank blames one that has not spoken yet
+        self._blamed_at: float | None = None  # monotonic: since when a rank blames another that has not failed yet
         self._failure: Failure | None = None
 
     # --- meeting and starting
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         wait = self.launch.join_timeout_s
-        # torch would remember the store of the first round, and never tell it to a machine that joins later
+        # torch would keep the store of the first round, and never pass it to a machine that joins later
         os.environ[NO_SHARED_STORE] = "1"
         super()._rendezvous(worker_group)
         os.environ[NO_SHARED_STORE] = "0"  # the ranks, though, meet at one that a launcher holds
@@ -139,7 +139,7 @@ class Agent(LocalElasticAgent):
         host = socket.gethostname()
         if self._nodes:
             self._nodes.close()
-        self._nodes = Nodes(store, Machine(number, count, host, self.here or host, ranks), self.launch, self._word)
+        self._nodes = Nodes(store, Machine(number, count, host, self.here or host, ranks), self.launch, self._launcher)
         spec = worker_group.spec
         attempt = self._nodes.agree(spec.max_restarts - self._remaining_restarts, wait)
         self._remaining_restarts = max(0, spec.max_restarts - attempt)
@@ -165,10 +165,10 @@ class Agent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         """torch restarts us: after a failure, or because a machine that was away is waiting to join."""
-        if self._failure is None and self._nodes and (told := self._nodes.elsewhere(at_once=True)):
-            self._failure = told  # the machine that waits is the one that failed: this counts for all of us
+        if self._failure is None and self._nodes and (failure := self._nodes.elsewhere(at_once=True)):
+            self._failure = failure  # the machine that waits is the one that failed: this counts for all of us
             self._remaining_restarts = max(0, self._remaining_restarts - 1)
-            self.relay.say(*told.lines)
+            self.relay.say(*failure.lines)
         done = self.launch.max_restarts - self._remaining_restarts
         wait = min(LONGEST_BACK_OFF_S, BACK_OFF_S * 2 ** max(0, done - 1)) if self._failure else 0.0
         self.relay.say(self._next_attempt(done, wait))
@@ -193,10 +193,10 @@ class Agent(LocalElasticAgent):
         return f"{number} as soon as all machines are there, from {self._point()}"
 
     def _point(self) -> str:
-        """The checkpoint a restart goes on from, as far as this machine's disk can tell."""
+        """The checkpoint a restart goes on from, as found on this machine's disk."""
         launch, ranks = self.launch, [worker.global_rank for worker in self._worker_group.workers]
-        knows = launch.output is not None and (0 in ranks or launch.saves_on_each_node)
-        return (newest_checkpoint(launch.output) if knows and launch.output else "") or "the newest checkpoint"
+        has_them = launch.output is not None and (0 in ranks or launch.saves_on_each_node)
+        return (newest_checkpoint(launch.output) if has_them and launch.output else "") or "the newest checkpoint"
 
     def apart(self, error: Exception) -> Apart:
         """The others are out of reach: the machine where all meet is gone, or one that was lost did not come back."""
@@ -233,18 +233,18 @@ class Agent(LocalElasticAgent):
         codes = self._codes()
         failed = {local: code for local, code in codes.items() if code}
         running = [worker_group.workers[local].global_rank for local, code in codes.items() if code is None]
-        told = self._nodes.elsewhere() if self._nodes and running else None
-        preempted = {*failed.values()} == {75} or (told is not None and told.kind == PREEMPTED)
+        elsewhere = self._nodes.elsewhere() if self._nodes and running else None
+        preempted = {*failed.values()} == {75} or (elsewhere is not None and elsewhere.kind == PREEMPTED)
         if preempted and running:  # not a moment to stop those that are still saving
             self._leave_within(self.launch.grace_s + SLACK_S)
         elif failed:
             cause = self._cause(worker_group, failed)
             if not (cause.peer and running and self._wait_for_a_better()):
                 return self._end(self._publish(cause))
-        elif told is not None:
-            return self._end(told)
+        elif elsewhere is not None:
+            return self._end(elsewhere)
         elif running and self._nodes and not self._signals and (lost := self._nodes.lost(self._may_restart)):
-            return self._end(self._publish(lost))  # once asked to stop, machines leave one by one, and ranks are saving
+            return self._end(self._publish(lost))  # after a stop signal machines leave one by one, and ranks save
         elif not running:
             return super()._monitor_workers(worker_group)  # all is well: torch waits for the other machines
         if running and time.monotonic() > self._leave_by:
@@ -262,18 +262,18 @@ class Agent(LocalElasticAgent):
         self._leave_by = min(self._leave_by, time.monotonic() + seconds)
 
     def _wait_for_a_better(self) -> bool:
-        """A rank that says no more than that another is gone: give that one a moment to be gone."""
+        """True for a moment after a rank reports only a lost peer: that peer's own failure may still come."""
         self._blamed_at = self._blamed_at or time.monotonic()
-        return time.monotonic() < self._blamed_at + WORD_S
+        return time.monotonic() < self._blamed_at + BLAME_WAIT_S
 
     def _pass_signals_on(self) -> None:
         """To the ranks themselves, not to the loaders they started: those must live for the save."""
         for number in self._signals[self._passed_on :]:
             self._passed_on += 1
-            self._tell(signal.SIGTERM if number == signal.SIGHUP else number)
+            self._send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
             self._leave_within(self.launch.grace_s + SLACK_S if self._passed_on == 1 else 1.0)
 
-    def _tell(self, number: int) -> None:
+    def _send_signal(self, number: int) -> None:
         assert isinstance(self._pcontext, SubprocessContext)
         for handler in self._pcontext.subprocess_handlers.values():
             if handler.proc.poll() is None:
@@ -286,7 +286,7 @@ class Agent(LocalElasticAgent):
         ranks = {local: group.workers[local].global_rank for local in failed}
         if 0 not in ranks.values():
             self.relay.mute()
-        self.relay.catch_up()  # what rank 0 said before it failed belongs on the screen, and all of it into the logs
+        self.relay.catch_up()  # what rank 0 printed before it failed belongs on the screen, and all of it into the logs
         self.relay.mute()
         files = {local: Path(self._pcontext.error_files[local]) for local in failed}
         return first(read(ranks[at], failed[at], files[at], self.relay.path(ranks[at])) for at in failed)
@@ -295,18 +295,18 @@ class Agent(LocalElasticAgent):
         """Some never got to the end of their step. Those that left before them have saved what there is to save."""
         names = ", ".join(map(str, ranks))
         what = f"error: rank {names} did not leave within {self.launch.grace_s + SLACK_S:.0f} s of the signal"
-        # asked twice they had no time to save, so that they are to blame for nothing: as if they had obeyed
+        # after two signals they had no time to save, which is no fault of theirs: as if they had obeyed
         code, kind = (75, PREEMPTED) if preempted else (-self._signals[0] if self._passed_on > 1 else 1, CRASH)
         return Failure(ranks[0], code, kind, (what, "fix:   raise preempt_grace_s"))
 
     def _end(self, cause: Failure) -> RunResult:
-        """Say why, see the others off, and settle whether there will be another attempt."""
+        """Shows the cause, stops the other ranks, and decides whether there will be another attempt."""
         self._failure = cause
         self.exit_code = cause.exit_code
         lines = cause.lines
         if self._signals and cause.kind == CRASH:
             self.exit_code = 128 + self._signals[0]
-            if cause.exit_code in (130, self.exit_code):  # it obeyed, before there was anything to save or asked twice
+            if cause.exit_code in (130, self.exit_code):  # it obeyed: nothing to save yet, or a second signal
                 lines = (f"stopped by {signal.Signals(self._signals[0]).name} without a save",)
         self.relay.mute()
         self.relay.say(*lines)
@@ -323,7 +323,7 @@ class Agent(LocalElasticAgent):
         """SIGTERM, a moment, SIGKILL to a rank and what it has started. Called by torch and by `_end`."""
         if not isinstance(self._pcontext, SubprocessContext):
             return
-        self._tell(death_sig)
+        self._send_signal(death_sig)
         until = time.monotonic() + LEAVE_S
         while any(code is None for code in self._codes().values()) and time.monotonic() < until:
             time.sleep(0.02)
@@ -338,7 +338,7 @@ class Agent(LocalElasticAgent):
 
 @contextlib.contextmanager
 def _remarks_to_a_file(folder: Path) -> Iterator[None]:
-    """torch's own remarks: what happened is told by the rank it happened to."""
+    """torch's own remarks go to a file: the failing rank reports what happened."""
     log, handler = logging.getLogger("torch.distributed"), logging.FileHandler(folder / LAUNCHER_LOG, "w", delay=True)
     before = log.propagate, log.handlers
     log.propagate, log.handlers = False, [handler]

@@ -1,4 +1,4 @@
-"""Why a rank ended: written by the rank beside its exit code, read and shown by the launcher. No torch in here.
+"""Why a rank ended: written by the rank besides its exit code, read and shown by the launcher. No torch in here.
 
 `record` is called by cli/main.py in the rank; `read` and `first` by launch/agent.py.
 """
@@ -21,8 +21,8 @@ from erniekit.errors import ErnieKitError, Preempted
 USER, PREEMPTED, CRASH = "user", "preempted", "crash"
 LAUNCHED = "ERNIEKIT_LAUNCHER"  # set for a rank to the process id of the launcher, which shows the rank's error
 TAIL = 20  # lines of a traceback or a log that are shown
-# What a rank says when it is another one that died. Texts of gloo, NCCL and the store; there are no classes for them.
-_PEER_WORDS = ("by peer", "Broken pipe", "Socket closed", "NCCL", "Gloo", "gloo", "process group", "TCPStore")
+# In the errors of a rank whose peer died. Texts of gloo, NCCL and the store; there are no classes for them.
+_PEER_TEXTS = ("by peer", "Broken pipe", "Socket closed", "NCCL", "Gloo", "gloo", "process group", "TCPStore")
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Failure:
     kind: str
     lines: tuple[str, ...]  # for the person, in full
     host: str = ""
-    peer: bool = False  # says no more than that another rank is gone
-    at: float = 0.0  # seconds since the epoch; 0: it had no time to say
+    peer: bool = False  # reports only that another rank was lost
+    at: float = 0.0  # seconds since the epoch; 0: unknown
     lost: tuple[int, ...] = ()  # the machines that are lost, where that is the failure
 
     @property
@@ -42,7 +42,7 @@ class Failure:
 
     @property
     def exit_code(self) -> int:
-        return self.code if self.code >= 0 else 128 - self.code  # as a shell would say it
+        return self.code if self.code >= 0 else 128 - self.code  # as a shell gives it
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -61,9 +61,9 @@ def record(error: BaseException, code: int) -> bool:
         failure = Failure(
             rank, code, _kind(error, code), _lines(error), socket.gethostname(), _peer(error), time.time()
         )
-        said = "\n".join(failure.lines)
+        message = "\n".join(failure.lines)
         # torchrun reads `message` of the same file, in its own shape
-        data = {**asdict(failure), "message": {"message": said, "extraInfo": {"timestamp": str(int(failure.at))}}}
+        data = {**asdict(failure), "message": {"message": message, "extraInfo": {"timestamp": str(int(failure.at))}}}
         try:
             Path(path).write_text(json.dumps(data), encoding="utf-8")
         except OSError:
@@ -72,7 +72,7 @@ def record(error: BaseException, code: int) -> bool:
 
 
 def read(rank: int, code: int, path: Path, log: Path) -> Failure:
-    """What the rank left behind, or what can be said of one that left nothing."""
+    """The failure the rank recorded, or what its exit code and log show where it recorded none."""
     host = socket.gethostname()
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -88,7 +88,7 @@ def read(rank: int, code: int, path: Path, log: Path) -> Failure:
 
 
 def first(failures: Iterable[Failure]) -> Failure:
-    """The cause among several: a user's error, then a death without words, then the earliest that blames no other."""
+    """The cause among several: a user's error, then a death without record, then the earliest that blames no other."""
 
     def order(f: Failure) -> tuple[bool, bool, bool, float]:
         return f.kind != USER, f.kind == PREEMPTED, f.peer, f.rank if f.kind == PREEMPTED else f.at
@@ -116,7 +116,7 @@ def _peer(error: BaseException) -> bool:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and isinstance(error, getattr(distributed, "DistError", ())):
         return True
-    return isinstance(error, (RuntimeError, OSError)) and any(word in str(error) for word in _PEER_WORDS)
+    return isinstance(error, (RuntimeError, OSError)) and any(text in str(error) for text in _PEER_TEXTS)
 
 
 def _silent(rank: int, code: int, host: str, log: Path) -> tuple[str, ...]:
@@ -128,7 +128,7 @@ def _silent(rank: int, code: int, host: str, log: Path) -> tuple[str, ...]:
     else:
         what = f"error: rank {rank} ended with exit code {code}"
     try:
-        said = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
+        tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
     except OSError:
-        said = []
-    return (what, *said, f"where: rank {rank} on {host}, whole log in {log}")
+        tail = []
+    return (what, *tail, f"where: rank {rank} on {host}, whole log in {log}")

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 BEAT_INTERVAL_S = 1.0  # between two heartbeats of a launcher
 QUIET_S = 4.0  # silence of a launcher after which it is to blame, when ranks have lost touch with a peer
-LOST_S = 30.0  # silence after which a machine is lost, whatever the ranks say
+LOST_S = 30.0  # silence after which a machine is lost, whatever the ranks report
 DONE = "done"  # the last beat of a launcher whose ranks have finished
-# TCP: a probe after a third of LOST_S without a word, then one every sixth; after LOST_S the connection is no more.
+# TCP: a probe after a third of LOST_S without data, then one every sixth; after LOST_S the connection is closed.
 _PROBES = ("TCP_KEEPIDLE", 1 / 3), ("TCP_KEEPINTVL", 1 / 6)
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
@@ -77,22 +77,22 @@ def notice_silence(port: int) -> None:
 
 
 class Heartbeat:
-    """A thread that beats and listens. Its store is a connection of its own: the agent's may wait in C++ for long.
+    """A thread that writes and reads beats. Its store is a connection of its own: the agent's may wait in C++ for long.
 
-    `announce` before all have agreed on an attempt, `start` after; so every beat is there when it is asked for.
+    `announce` before all have agreed on an attempt, `start` after; so every beat is there when it is read.
     """
 
     def __init__(self, store: Store, me: int, count: int, launcher: str) -> None:
-        """launcher: its own word; another one under the same number is a machine that came back."""
+        """launcher: its id; another one under the same number is a machine that came back."""
         self.store, self.me, self.count, self._launcher = store, me, count, launcher
         self._names: list[str] = []
         self._stop = threading.Event()
         self._lock = threading.Lock()
-        self._word = ""
+        self._final_beat = ""
         self.looks = 0  # how often the others' beats were read
         self._looked = 0.0  # monotonic: when the others' beats were last read
-        self._heard: list[float] = []  # monotonic, by machine: when its beat last changed
-        self._said: list[str] = []
+        self._changed_at: list[float] = []  # monotonic, by machine: when its beat last changed
+        self._beats: list[str] = []
         self._first: list[str] = []  # the launchers at the start
 
     def announce(self, attempt: int) -> None:
@@ -100,31 +100,31 @@ class Heartbeat:
         self.store.set(self._names[self.me], f"{self._launcher}:0")
 
     def launch_name(self) -> str:
-        """The word of the first launcher, kept in the store for as long as the launch lives."""
+        """The id of the first launcher, kept in the store for as long as the launch lives."""
         return self.store.compare_set("launch", "", self._launcher).decode()
 
     def start(self) -> None:
         self._look()
-        self._first = [word.partition(":")[0] for word in self._said]
+        self._first = [beat.partition(":")[0] for beat in self._beats]
         threading.Thread(target=self._run, name="pulse", daemon=True).start()
 
     def silent(self, seconds: float) -> list[int]:
-        """The machines not heard of for so long, of those that are not done. None, while we hear nothing at all."""
+        """The machines without a new beat for so long, of those that are not done. None, while no beats can be read."""
         with self._lock:
             return [
                 node
-                for node, at in enumerate(self._heard)
-                if node != self.me and self._looked - at >= seconds and not self._said[node].endswith(DONE)
+                for node, at in enumerate(self._changed_at)
+                if node != self.me and self._looked - at >= seconds and not self._beats[node].endswith(DONE)
             ]
 
     def replaced(self) -> list[int]:
         """The machines whose launcher was restarted."""
         with self._lock:
-            return [n for n, word in enumerate(self._said) if word.partition(":")[0] != self._first[n]]
+            return [n for n, beat in enumerate(self._beats) if beat.partition(":")[0] != self._first[n]]
 
     def done(self) -> None:
         """This machine has nothing more to do: its silence from here on is no loss."""
-        self._word = DONE
+        self._final_beat = DONE
 
     def close(self) -> None:
         self._stop.set()
@@ -134,26 +134,26 @@ class Heartbeat:
         while not self._stop.wait(BEAT_INTERVAL_S):
             count += 1
             try:
-                self.store.set(self._names[self.me], f"{self._launcher}:{self._word or count}")
+                self.store.set(self._names[self.me], f"{self._launcher}:{self._final_beat or count}")
                 self._look()
-            except RuntimeError:  # the meeting point is gone: the agent finds out on its own connection
+            except RuntimeError:  # the meeting point is lost: the agent finds out on its own connection
                 return
 
     def _look(self) -> None:
-        said = [word.decode() for word in self.store.multi_get(self._names)]
+        beats = [beat.decode() for beat in self.store.multi_get(self._names)]
         now = time.monotonic()
         with self._lock:
-            if self._said:
-                changed = [word != before for word, before in zip(said, self._said, strict=True)]
-                self._heard = [now if new else at for new, at in zip(changed, self._heard, strict=True)]
+            if self._beats:
+                changed = [beat != before for beat, before in zip(beats, self._beats, strict=True)]
+                self._changed_at = [now if new else at for new, at in zip(changed, self._changed_at, strict=True)]
             else:
-                self._heard = [now] * self.count
-            self._said, self._looked = said, now
+                self._changed_at = [now] * self.count
+            self._beats, self._looked = beats, now
             self.looks += 1
 
 
 def newest_checkpoint(output: Path) -> str:
-    """Its name; "" where this machine's disk has none, or cannot tell now."""
+    """Its name; "" where this machine's disk has none, or cannot be read now."""
     try:
         found = [(int(match[1]), p) for p in output.glob("checkpoint-*") if (match := _CHECKPOINT.fullmatch(p.name))]
         whole = [(step, path.name) for step, path in found if (path / "MANIFEST.json").is_file()]

@@ -60,7 +60,7 @@ class _RankOutput:
 
 
 class Relay:
-    """One thread moves all of it: `open` before a rank starts, `say` for the launcher's own words, `close` last."""
+    """One thread moves all of it: `open` before a rank starts, `say` for the launcher's own lines, `close` last."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -90,7 +90,7 @@ class Relay:
             return out, err
 
     def say(self, *lines: str) -> None:
-        """The launcher's own words, on a line of their own."""
+        """Lines of the launcher itself, never in the middle of a rank's line."""
         with self._lock:
             sys.stderr.write(("\n" if self._mid_line else "") + "\n".join(lines) + "\n")
             sys.stderr.flush()

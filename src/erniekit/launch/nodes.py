@@ -1,4 +1,4 @@
-"""Several machines as one run: how their launchers meet, and what they tell each other. Used by launch/agent.py."""
+"""Several machines as one run: how their launchers meet, and what they exchange. Used by launch/agent.py."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
     from erniekit.launch.plan import LaunchPlan
 
-ASK_S = 1.0  # between two looks at what the other launchers say
-WORD_S = 2.0  # a rank that blames another gives the other's launcher so long to speak first
+POLL_S = 1.0  # between two reads of the other launchers' failures
+BLAME_WAIT_S = 2.0  # after a rank blames a peer: how long to wait for the failure of that peer
 BEAT_S = 3  # a launcher that misses three of these is lost to those that are to restart
-GOODBYE_S = 10.0  # how long a launcher waits for the others to have read its last word
+GOODBYE_S = 10.0  # how long a launcher waits for the others to have read its last failure
 _SIOCGIFADDR = 0x8915  # ioctl: the IPv4 address of an interface
 
 
@@ -50,7 +50,7 @@ def rendezvous(launch: LaunchPlan) -> tuple[RendezvousHandler, str | None]:
     if launch.node_rank is not None:
         return meet("static", rank=launch.node_rank, timeout=wait), here
     waits = dict(join_timeout=wait, last_call_timeout=1, read_timeout=wait, keep_alive_interval=BEAT_S)
-    # torch asks the host's name whether the address is ours; the routes know better
+    # torch decides by the host's name whether the address is ours; the routes are more reliable
     if here is not None and here in addresses(launch.address):
         try:
             return meet("c10d", is_host=True, **waits), here
@@ -100,8 +100,8 @@ class Nodes:
         self._launcher = launcher
         self.attempt = 0
         self.machines = [me]
-        self._asked = 0.0
-        self._told: Failure | None = None
+        self._polled_at = 0.0
+        self._published: Failure | None = None
         self._server: Any = None
         self._heartbeat: Heartbeat | None = None
         if self.count > 1:
@@ -115,7 +115,7 @@ class Nodes:
     def agree(self, attempt: int, timeout: float) -> int:
         """The number of this attempt: the highest that any launcher is at. Returns when all are there.
 
-        A launcher that was started again learns it from the others; none goes on alone.
+        A launcher that was started again gets it from the others; none goes on by itself.
         """
         until = time.monotonic() + timeout
         names = [f"erniekit/attempt/{node}" for node in range(self.count)]
@@ -135,17 +135,17 @@ class Nodes:
 
     def _begin(self) -> None:
         if self._heartbeat:
-            said = self.store.multi_get([f"erniekit/machine/{node}" for node in range(self.count)])
-            self.machines = [Machine.from_json(word) for word in said]
+            entries = self.store.multi_get([f"erniekit/machine/{node}" for node in range(self.count)])
+            self.machines = [Machine.from_json(entry) for entry in entries]
             self._heartbeat.start()
 
     def late(self, numbers: Sequence[int]) -> Apart:
         """The error of waiting for these in vain; who they are, the last attempt has left in the store."""
-        known = {m.number: m for m in self.machines}
+        by_number = {m.number: m for m in self.machines}
         for n in numbers:
-            if n not in known and self.store.check([key := f"erniekit/machine/{n}"]):
-                known[n] = Machine.from_json(self.store.get(key))
-        names = [str(known.get(n) or f"machine {n} of {self.count}") for n in numbers]
+            if n not in by_number and self.store.check([key := f"erniekit/machine/{n}"]):
+                by_number[n] = Machine.from_json(self.store.get(key))
+        names = [str(by_number.get(n) or f"machine {n} of {self.count}") for n in numbers]
         return Apart(
             f"not back within {self.launch.join_timeout_s:.0f} s: {'; '.join(names)}",
             where="join_timeout_s",
@@ -153,7 +153,7 @@ class Nodes:
         )
 
     def launch_name(self) -> str:
-        """One for all attempts and machines: that of the launcher that was the first to ask."""
+        """One for all attempts and machines: the id of the launcher that was first to call this."""
         return self._heartbeat.launch_name() if self._heartbeat else self._launcher
 
     def meeting_point(self, timeout: float) -> tuple[str, int]:
@@ -169,26 +169,26 @@ class Nodes:
         return str(host), int(port)
 
     def publish(self, failure: Failure, again: bool = False) -> Failure:
-        """Tell the others; the answer is the failure that counts, which may be another machine's, or its loss."""
+        """Shares it with the others; returns the failure that counts, which may be another machine's, or its loss."""
         if self.count == 1:
             return failure
         name = f"erniekit/failed/{self.attempt}"
         if failure.peer:
             failure = self._lost_rather_than(failure, name, again)
-        told = Failure.from_json(self.store.compare_set(name, "", failure.to_json()))
-        if told.peer and not failure.peer:  # they saw our rank go before we did
+        published = Failure.from_json(self.store.compare_set(name, "", failure.to_json()))
+        if published.peer and not failure.peer:  # they saw our rank go before we did
             self.store.set(name, failure.to_json())
             return failure
-        return told if failure.peer or failure.lost else failure
+        return published if failure.peer or failure.lost else failure
 
     def _lost_rather_than(self, failure: Failure, name: str, again: bool) -> Failure:
-        """The loss of a machine, where that is why a rank says its peer is gone; waits for another's word on it.
+        """The loss of a machine, where that is why a rank lost its peer; waits for another machine's failure first.
 
         Counted in looks at the beats, not in seconds: a launcher that stood still did not listen meanwhile.
         """
         assert self._heartbeat is not None
         enough = self._heartbeat.looks + round(heartbeat.QUIET_S / BEAT_INTERVAL_S) + 2
-        until = time.monotonic() + heartbeat.QUIET_S + heartbeat.LOST_S  # where nothing is heard any more
+        until = time.monotonic() + heartbeat.QUIET_S + heartbeat.LOST_S  # where no beats come any more
         while not self.store.check([name]):
             listened = self._heartbeat.looks >= enough or time.monotonic() > until
             if lost := self.lost(again, heartbeat.QUIET_S):
@@ -203,30 +203,30 @@ class Nodes:
         if self._heartbeat is None:
             return None
         back = self._heartbeat.replaced()
-        gone = [n for n in self._heartbeat.silent(seconds or heartbeat.LOST_S) if n not in back]
+        silent = [n for n in self._heartbeat.silent(seconds or heartbeat.LOST_S) if n not in back]
         lines = [f"error: lost, and back: {self.machines[n]}" for n in back]
-        lines += [f"error: lost: {self.machines[n]}" for n in gone]
+        lines += [f"error: lost: {self.machines[n]}" for n in silent]
         if not lines:
             return None
-        if gone:
+        if silent:
             wait = f"; the others wait {self.launch.join_timeout_s:.0f} s for it (join_timeout_s)"
             there = "there" if again else "on every machine, to go on from the newest checkpoint"
             lines += [
                 "where: its launcher is silent: switched off, out of reach, or ended by force",
                 f"fix:   run the same command {there}{wait if again else ''}",
             ]
-        numbers = (*back, *gone)
+        numbers = (*back, *silent)
         first = self.machines[numbers[0]]
         return Failure(first.ranks[0], 1, CRASH, tuple(lines), first.host, at=time.time(), lost=numbers)
 
     def elsewhere(self, at_once: bool = False) -> Failure | None:
-        """A failure another launcher told of; asks at most once a second, until there is one."""
-        due = self._told is None and (at_once or time.monotonic() - self._asked >= ASK_S)
+        """A failure another launcher published; reads the store at most once a second, until there is one."""
+        due = self._published is None and (at_once or time.monotonic() - self._polled_at >= POLL_S)
         if self.count > 1 and due:
-            self._asked = time.monotonic()
+            self._polled_at = time.monotonic()
             if self.store.check([name := f"erniekit/failed/{self.attempt}"]):
-                self._told = Failure.from_json(self.store.get(name))
-        return self._told
+                self._published = Failure.from_json(self.store.get(name))
+        return self._published
 
     def done(self) -> None:
         """The ranks of this machine have finished."""
@@ -238,7 +238,7 @@ class Nodes:
             self._heartbeat.close()
 
     def goodbye(self, missing: int = 0) -> None:
-        """The last word is said: stay until all have it, as one of us is the host of the store."""
+        """Stays until all have read the last failure, as one of us is the host of the store."""
         if self.count == 1:
             return
         name, until = f"erniekit/left/{self.attempt}", time.monotonic() + GOODBYE_S

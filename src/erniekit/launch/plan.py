@@ -105,31 +105,31 @@ def choose_devices(cfg: RunConfig) -> None:
 
 
 def _processes(cfg: RunConfig, env: Mapping[str, str]) -> int:
-    """One per device that torch sees; on CPUs as many as asked for."""
-    asked, device = cfg.launch.nproc_per_node, cfg.train.device
+    """One per device that torch sees; on CPUs nproc_per_node."""
+    nproc, device = cfg.launch.nproc_per_node, cfg.train.device
     if device == "cpu" or cfg.train.no_cuda:
-        return asked or 1
+        return nproc or 1
     entry = entry_of(device, env)
     there = entry.count_visible(env)
-    if there > 1:  # worth asking torch, which is imported next anyway
+    if there > 1:  # then torch counts them, which is imported next anyway
         import_torch()
-        seen = entry.load().count()
-        # Of a vendor that was named and is not there the ranks say so; what is planned is what the variable lists.
-        there = there if not seen and device not in (AUTO, "gpu") else min(there, seen)
+        counted = entry.load().count()
+        # A named vendor that is absent is reported by the ranks; what is planned is what the variable lists.
+        there = there if not counted and device not in (AUTO, "gpu") else min(there, counted)
     each = cfg.launch.ranks_per_device
-    if there and asked and asked > there * each:
+    if there and nproc and nproc > there * each:
         shared = f" for {each} ranks each" if each > 1 else ""
         raise DeviceError(
-            f"nproc_per_node is {asked} and {there} devices are visible here{shared}",
+            f"nproc_per_node is {nproc} and {there} devices are visible here{shared}",
             where=cfg.origin("nproc_per_node"),
-            fix=f"nproc_per_node={there * each}, or device=cpu; to try a layout, ranks_per_device={-(-asked // there)} "
+            fix=f"nproc_per_node={there * each}, or device=cpu; to try a layout, ranks_per_device={-(-nproc // there)} "
             "lets ranks share a device: they take turns and talk over sockets, which says nothing of speed",
         )
-    return asked or max(1, there) * each
+    return nproc or max(1, there) * each
 
 
 def import_torch() -> None:
-    """Into the launcher, where its C++ remarks on lost connections would hide the rank's own words."""
+    """Into the launcher, where its C++ remarks on lost connections would hide the rank's own error."""
     before = os.environ.get("TORCH_CPP_LOG_LEVEL")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import torch  # noqa: F401

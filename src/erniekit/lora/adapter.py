@@ -14,7 +14,7 @@ from torch import nn
 from erniekit.errors import CheckpointError
 from erniekit.lora.inject import PairShape, lora_linears, lora_state, wrap
 from erniekit.lora.layers import Pair
-from erniekit.lora.projections import Projection, projections, short_names, word_of
+from erniekit.lora.projections import Projection, projections, short_name_of, short_names
 from erniekit.lora.settings import LoRASettings
 from erniekit.lora_scale import alpha_of
 
@@ -36,7 +36,7 @@ class LowRank:
 @dataclass(frozen=True)
 class Adapter:
     updates: dict[str, LowRank]  # by public name: model.layers.0.self_attn.q_proj
-    rank: int  # what its config says; single updates may differ (PEFT's rank_pattern)
+    rank: int  # of its config; single updates may differ (PEFT's rank_pattern)
     alpha: float
     rslora: bool = False
     lora_plus_scale: float = 1.0
@@ -132,8 +132,8 @@ def load_adapter(model: nn.Module, adapter: Adapter, under: str = "") -> None:
         if not name.startswith(under):
             continue
         for pair in module.pairs().values():
-            wanted = [(name, part, e) for e in range(pair.experts) for part, _ in pair.parts]
-            _fill(pair, [present.pop(place, None) for place in wanted], name, adapter)
+            keys = [(name, part, e) for e in range(pair.experts) for part, _ in pair.parts]
+            _fill(pair, [present.pop(place, None) for place in keys], name, adapter)
     if present:
         extra = sorted({part for _, part, _ in present})
         raise CheckpointError(
@@ -201,13 +201,13 @@ def _check_experts(model: nn.Module, present: dict[Projection, LowRank], adapter
 
 
 def _parts(adapter: Adapter) -> list[str]:
-    return sorted({word_of(public) for public in adapter.updates})
+    return sorted({short_name_of(public) for public in adapter.updates})
 
 
 def places(model: nn.Module, adapter: Adapter) -> dict[Projection, LowRank]:
     """Each update with its place in the model; names or shapes the model does not have are refused."""
-    known = {p.public: p for p in projections(model)}
-    strange = [name for name in adapter.updates if name not in known]
+    by_name = {p.public: p for p in projections(model)}
+    strange = [name for name in adapter.updates if name not in by_name]
     if strange:
         raise CheckpointError(
             f"{len(strange)} adapted layers are not in this model, e.g. {strange[0]}",
@@ -215,7 +215,7 @@ def places(model: nn.Module, adapter: Adapter) -> dict[Projection, LowRank]:
             fix="the adapter belongs to another base model" + (f": {adapter.base}" if adapter.base else ""),
         )
     out = {}
-    for public, projection in known.items():
+    for public, projection in by_name.items():
         update = adapter.updates.get(public)
         if update is None:
             continue

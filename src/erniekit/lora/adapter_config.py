@@ -50,7 +50,7 @@ def plain_number(value: float) -> float:
 
 
 def read_tensors(folder: Path, patterns: list[str]) -> dict[str, torch.Tensor]:
-    """Tensors of the first pattern that matches files here; a pickle beside no safetensors is refused by name."""
+    """Tensors of the first pattern that matches files here; a pickle without safetensors is refused by name."""
     listed = Listed(folder)
     for pattern in patterns:
         files = [f for f in listed.glob(pattern) if not f.name.startswith(("optimizer", "master_", "probe"))]

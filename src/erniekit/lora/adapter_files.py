@@ -1,4 +1,4 @@
-"""Adapters on disk, in any known format: the config file in the folder says which.
+"""Adapters on disk, in any known format, by the config file in the folder.
 
 Called by recipes (lora_path, checkpoints), export, chat and the API.
 """

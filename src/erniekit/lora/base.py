@@ -27,7 +27,7 @@ OTHERWISE = "override_base: True uses this base all the same"
 
 
 def find_base(adapter: Path, given: str | Path | None, hub: str | None = None) -> Path:
-    """The model an adapter sits on: as given, else where its config says, seen from here or from the adapter."""
+    """The model an adapter sits on: as given, else the path in its config, relative to here or to the adapter."""
     if given is not None:
         return _whole(resolve_model(str(given), hub))
     config = adapter / (peft_files.CONFIG if has_file(adapter, peft_files.CONFIG) else paddle_files.CONFIG)
@@ -69,13 +69,13 @@ def stored_probe(adapter: Path) -> Probe | None:
 
 
 def same_base(adapter: Path, base: Path) -> bool | None:
-    """Whether these are the weights the adapter was trained on; None where its folder does not say."""
-    told = identities.read_base(adapter)
-    return None if told is None else told == identities.model_identity(base)
+    """Whether these are the weights the adapter was trained on; None where its folder has no record."""
+    recorded = identities.read_base(adapter)
+    return None if recorded is None else recorded == identities.model_identity(base)
 
 
 def check_files(adapter: Path, base: Path, override: bool) -> None:
-    """Refuses another base than the adapter's by its files alone, where nothing is loaded that could be asked."""
+    """Refuses another base than the adapter's by its files only, where no model is loaded that could be run."""
     if same_base(adapter, base) is False and not override:
         raise _another(adapter, base, f"{base} has other weights")
 
@@ -90,21 +90,21 @@ def check_answers(
         if same is False:
             raise _another(adapter, base, f"{base} has other weights")
         return
-    verdict = _ask(answer, probe, dtype, device)
+    verdict = _verdict(answer, probe, dtype, device)
     if verdict is None or not verdict.max_difference <= verdict.tolerance:  # NaN is refused, too
-        told = "its vocabulary is another" if verdict is None else verdict.failed()
+        reason = "its vocabulary is another" if verdict is None else verdict.failed()
         exact = dtype == torch.float32 and "float32" in probe.setting
         if same and has_experts and not exact and verdict is not None:
             # Rounding tips a router's choice between two nearly equal experts, and the logits move by far more.
-            warn(f"{adapter} on {base}: {told}; the weights are those it was trained on")
+            warn(f"{adapter} on {base}: {reason}; the weights are those it was trained on")
             return
         if same:
             raise CheckpointError(
-                f"the adapter does not answer as it did when it was saved: {told}",
+                f"the adapter does not answer as it did when it was saved: {reason}",
                 where=str(adapter),
                 fix=f"its files were changed: use another checkpoint of the run; {OTHERWISE}",
             )
-        raise _another(adapter, base, f"on {base}, {told}")
+        raise _another(adapter, base, f"on {base}, {reason}")
     if same is False:
         warn(
             f"{base} is not the folder {adapter} was trained on ({trained_on(adapter)}), yet answers alike: logits "
@@ -114,7 +114,7 @@ def check_answers(
 
 def check_model(adapter: Path, base: Path, model: nn.Module) -> None:
     """check_answers of a model in memory, its adapter attached."""
-    if packed_layers(model):  # rounded weights answer otherwise: the files tell
+    if packed_layers(model):  # logits of rounded weights differ: compare the files
         check_files(adapter, base, override=False)
         return
     first = next(model.parameters())
@@ -128,8 +128,8 @@ def check_model(adapter: Path, base: Path, model: nn.Module) -> None:
     check_answers(adapter, base, answer, first.dtype, getattr(config, "moe", None) is not None, first.device)
 
 
-def _ask(answer: Answer, probe: Probe, dtype: torch.dtype, device: torch.device | None) -> Verdict | None:
-    """None where the model cannot even be asked: it has another vocabulary."""
+def _verdict(answer: Answer, probe: Probe, dtype: torch.dtype, device: torch.device | None) -> Verdict | None:
+    """None where the model cannot be run on the probe: it has another vocabulary."""
     assert probe.rows is not None
     try:
         logits = answer(probe.ids, **probe.more(device))
@@ -144,14 +144,14 @@ def trained_on(adapter: Path) -> str:
     """The base as the adapter's own files name it, for messages."""
     for name in (peft_files.CONFIG, paddle_files.CONFIG):
         if has_file(adapter, name):
-            told = str(config_fields(adapter / name).get("base_model_name_or_path") or "not named")
-            return "".join(c if c.isprintable() else "?" for c in told[:200])
+            name_or_path = str(config_fields(adapter / name).get("base_model_name_or_path") or "not named")
+            return "".join(c if c.isprintable() else "?" for c in name_or_path[:200])
     return "not named"
 
 
-def _another(adapter: Path, base: Path, told: str) -> CheckpointError:
+def _another(adapter: Path, base: Path, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"the adapter was trained on another model ({trained_on(adapter)}): {told}",
+        f"the adapter was trained on another model ({trained_on(adapter)}): {reason}",
         where=str(adapter),
         fix=f"name the model it was trained on: lora_path={adapter} model_name_or_path=DIR; {OTHERWISE}",
     )

@@ -1,4 +1,4 @@
-"""What LoRA trains and what it leaves alone, as a table printed before the first step.
+"""What LoRA trains and what it does not, as a table printed before the first step.
 
 Called by recipes and doctor. A projection that silently got no adapter is how fine-tunes fail; here it shows.
 """
@@ -71,7 +71,7 @@ def coverage_table(model: nn.Module) -> str:
         have = " ".join(_shown(row, part) for part in row.total if row.adapted.get(part)) or "none"
         count, rank = f"{row.num_adapted}/{row.num_total}", "-".join(map(str, row.ranks)) or "-"
         lines.append(f"  {row.group:<{wide}} {have:<27} {count:>11} {rank:>5} {row.trainable:>13,}")
-    missing = [word for row in rows[:-1] for word in _left_out(row)]
+    missing = [name for row in rows[:-1] for name in _left_out(row)]
     trainable, base = sum(r.trainable for r in rows), sum(r.parameters for r in rows)
     lines.append(f"  not adapted: {', '.join([*missing, *rows[-1].total])}")
     lines.append(f"  trainable {trainable:,} of {base + trainable:,} parameters ({trainable / (base + trainable):.2%})")
@@ -94,7 +94,7 @@ def _group(p: Projection, sparse: bool) -> str:
 
 def _left_out(row: CoverageRow) -> list[str]:
     """Parts by name; several groups have a gate, an up and a down, so those of experts go by their group's."""
-    parts = [_word(part) for part in row.total if not row.adapted.get(part)]
+    parts = [_short(part) for part in row.total if not row.adapted.get(part)]
     if row.group in ("attention", "mlp"):
         return parts
     return [row.group] if not row.num_adapted else [f"{row.group} {'/'.join(parts)}"] if parts else []
@@ -122,15 +122,15 @@ def _never(model: nn.Module, everything: list[Projection]) -> CoverageRow:
     rest = {n: p for n, p in model.named_parameters() if n not in weights and not is_lora(n)}
     kinds = {"embeddings": "embed.", "norms": "norm.", "head": "head", "biases": ".bias", "mtp layers": "mtp."}
     kinds |= {"vision tower": "tower."}
-    named = [kind for kind, word in kinds.items() if any(word in name for name in rest)]
+    named = [kind for kind, part in kinds.items() if any(part in name for name in rest)]
     return CoverageRow("rest", {}, dict.fromkeys(named, 0), (), 0, sum(p.numel() for p in rest.values()))
 
 
 def _shown(row: CoverageRow, part: str) -> str:
     """`q`, or `q(2/3)` when only some layers have it."""
     have, all_of = row.adapted[part], row.total[part]
-    return _word(part) if have == all_of else f"{_word(part)}({have}/{all_of})"
+    return _short(part) if have == all_of else f"{_short(part)}({have}/{all_of})"
 
 
-def _word(part: str) -> str:
+def _short(part: str) -> str:
     return part.removesuffix("_proj").replace("_linear_", ".")

@@ -1,4 +1,4 @@
-"""DoRA: each row of an adapted weight has a trained length of its own, beside its low-rank update.
+"""DoRA: each row of an adapted weight has a trained length of its own, besides its low-rank update.
 
 y = m * (W x + s B A x) / |W + s B A| + bias, of every row; the length in the divisor is a constant to gradients, as the
 paper (Liu et al., 2024, section 4.3) and PEFT have it. Put in place by inject.py. T any leading dims.

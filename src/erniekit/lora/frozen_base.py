@@ -21,13 +21,13 @@ from erniekit.lora.layers import LoRAExperts, LoRALinear
 from erniekit.models.layers.linear import HoldsWeight, packed_layers
 from erniekit.weight_kinds import BF16, kinds_of, with_products
 
-# By a word of a layer's name, the first that counts. What sees has roles that no base packs.
+# By a part of a layer's name, the first that matches. Vision layers have roles that no base packs.
 _ROLES = {"tower": "tower", "resampler": "resampler", "experts": "experts", "shared": "shared", "attn": "attention"}
 
 
 def role_of(name: str) -> str:
     """As weight_kinds.py and models/costs.py have it."""
-    return next((_ROLES[word] for word in name.split(".") if word in _ROLES), "mlp")
+    return next((_ROLES[part] for part in name.split(".") if part in _ROLES), "mlp")
 
 
 def check(base: str, products: str, device: torch.device, experts: bool, where: str) -> None:
@@ -50,9 +50,9 @@ def on_grid(base: str, name: str, weight: torch.Tensor) -> torch.Tensor:
 
 
 def store_linears(model: nn.Module, base: str, only: Collection[str] | None = None) -> list[str]:
-    """The same for a model that only answers: every linear and expert of its layers, adapted or not, or those named
+    """The same for a model that is not trained: every linear and expert of its layers, adapted or not, or those named
     `only`. The head, routers and layers that predict further tokens stay plain."""
-    left, kinds = [], kinds_of(base)
+    unpacked, kinds = [], kinds_of(base)
     for name, layer in model.named_modules():
         if not name.startswith("layers.") or not isinstance(layer, HoldsWeight) or (only and name not in only):
             continue
@@ -63,15 +63,15 @@ def store_linears(model: nn.Module, base: str, only: Collection[str] | None = No
         if kind.fits(rows // experts, width):
             layer.store_as(kind.name)
         else:
-            left.append(name)
-    return left
+            unpacked.append(name)
+    return unpacked
 
 
 def packing(
     weights: ModelFolder,
     base: str,
     device: str | torch.device,
-    tell: Callable[[str], object] = say,
+    print_line: Callable[[str], object] = say,
     only: Collection[str] | None = None,
 ) -> Callable[[nn.Module], None] | None:
     """What `ModelFolder.build` takes to keep weights as `base` does; None: as they are. only: these layers, as a run
@@ -84,11 +84,13 @@ def packing(
     check(base, BF16, torch.device(device), weights.config.moe is not None, str(weights.path))
 
     def store(model: nn.Module) -> None:
-        left = store_linears(model, base, only)
+        unpacked = store_linears(model, base, only)
         kinds = sorted({layer.kind for layer in packed_layers(model).values()})
-        odd = f"; {left[0]} and {len(left) - 1} more do not have the widths for it" if left else ""
+        odd = f"; {unpacked[0]} and {len(unpacked) - 1} more do not have the widths for it" if unpacked else ""
         which = ", under the adapter alone" if only else ""
-        tell(f"weights  packed as {base} when read{which}: {' and '.join(kinds) or 'none'}, the rest as stored{odd}")
+        print_line(
+            f"weights  packed as {base} when read{which}: {' and '.join(kinds) or 'none'}, the rest as stored{odd}"
+        )
 
     return store
 
@@ -97,10 +99,10 @@ def store_frozen(
     model: nn.Module, base: str, products: str, shapes: Callable[[str], Iterable[tuple[int, int]]]
 ) -> list[str]:
     """Every adapted linear's and expert's frozen weight becomes of its role's kind; the model has no memory yet.
-    Answers the layers that stay plain because their kind does not take their widths.
+    Returns the layers that stay plain because their kind does not take their widths.
 
     shapes(weight's name): of its matrix on every rank, so that all ranks decide alike."""
-    left, kinds = [], kinds_of(base)
+    unpacked, kinds = [], kinds_of(base)
     for name, layer in model.named_modules():
         if not isinstance(layer, (LoRALinear, LoRAExperts)) or layer.base.weight is None:
             continue
@@ -110,7 +112,7 @@ def store_frozen(
         widths = list(shapes(f"{name}.weight"))
         fitting = (held for held in with_products(kind, products) if all(kind_named(held).fits(*w) for w in widths))
         if (held := next(fitting, None)) is None:
-            left.append(name)
+            unpacked.append(name)
         else:
             layer.base.store_as(held)
-    return left
+    return unpacked

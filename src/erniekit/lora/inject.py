@@ -1,4 +1,4 @@
-"""Putting adapters into a model and telling its two kinds of weights apart afterwards.
+"""Putting adapters into a model, and which of its weights are theirs afterwards.
 
 Called by recipes/build.py (training) and through adapter.py by chat, export and the API.
 """
@@ -45,7 +45,7 @@ def inject(model: nn.Module, settings: LoRASettings, seed: int) -> list[Projecti
 
 
 def wrap(model: nn.Module, shapes: dict[Projection, PairShape], shared_a: bool) -> None:
-    """Swap each layer that holds a named projection for its LoRALayer; B is zero, so the model answers as before.
+    """Swap each layer that holds a named projection for its LoRALayer; B is zero, so the model's outputs are as before.
 
     All experts of a layer go together: of one projection either each of them is in `shapes`, alike, or none.
     """
@@ -82,7 +82,7 @@ def wrap(model: nn.Module, shapes: dict[Projection, PairShape], shared_a: bool) 
 
 
 def _of_linears(kind: type[LoRALayer], shape: PairShape, p: Projection, model: nn.Module) -> type[LoRALayer]:
-    """DoRA and PiSSA are of plain linears; PEFT has DoRA, in a model with experts, on attention alone."""
+    """DoRA and PiSSA are of plain linears; PEFT has DoRA, in a model with experts, on attention only."""
     sparse = config_of(model).moe is not None
     if kind is LoRALinear and not (shape.magnitudes and sparse and ".self_attn." not in p.public):
         return DoRALinear if shape.magnitudes else kind
@@ -99,7 +99,7 @@ def reset_lora(model: nn.Module, seed: int) -> None:
     """Fresh adapters. Each pair, of each expert, draws from its own generator, seeded by its name: no order or layout
     changes them.
 
-    A meta model is left alone: call this again once it has memory.
+    A meta model is not changed: call this again once it has memory.
     """
     for name, module in lora_linears(model):
         for key, pair in module.pairs().items():
@@ -128,7 +128,7 @@ def is_lora_b(name: str) -> bool:
 
 
 def lora_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The adapters alone, by our names: what a LoRA checkpoint saves."""
+    """Only the adapters, by our names: what a LoRA checkpoint saves."""
     return {name: param for name, param in model.named_parameters() if is_lora(name)}
 
 

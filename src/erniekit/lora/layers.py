@@ -102,7 +102,7 @@ class LoRALayer(nn.Module):
         self.base: Any = base
         self.parts = parts  # attention and mlp split their fused output by this
         self.lora = nn.ModuleDict(pairs)
-        self.active = True  # False: the frozen layer alone (adapters_off.py)
+        self.active = True  # False: only the frozen layer (adapters_off.py)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -133,7 +133,7 @@ class LoRALinear(LoRALayer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not is_watched(self.base):
-            # Also without adapters: a reference then differs from a policy by the adapters alone, not by rounding.
+            # Also without adapters: a reference then differs from a policy only by the adapters, not by rounding.
             given = self.base.stored(), self.base.added_bias, self.row_updates() if self.active else []
             if in_one_op(x, *given):
                 self.base.observe(x)
@@ -182,7 +182,8 @@ class LoRAExperts(LoRALayer):
 
 
 class LoRARouter(LoRALayer):
-    """A router, adapted where its name is among the targets: its fp32 weight is changed, and with it all it answers."""
+    """A router, adapted where its name is among the targets: its fp32 weight is changed, and with it all its
+    outputs."""
 
     @property
     def weight(self) -> torch.Tensor:
@@ -194,7 +195,7 @@ class LoRARouter(LoRALayer):
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
-        except AttributeError:  # whatever else is asked of a router: how many experts, its bias
+        except AttributeError:  # other attributes of a router: how many experts, its bias
             return getattr(super().__getattr__("base"), name)
 
     def forward(self, x_TH: torch.Tensor, bias: torch.Tensor | None = None) -> Routing:

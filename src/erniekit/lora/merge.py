@@ -52,7 +52,7 @@ def merged_tensor(weight: torch.Tensor, updates: Sequence[WeightUpdate]) -> torc
 
 @torch.no_grad()
 def fold(model: nn.Module) -> nn.Module:
-    """Merge a model's adapters in place and give it back its plain layers: the same answers at the base's speed."""
+    """Merge a model's adapters in place and give it back its plain layers: the same outputs at the base's speed."""
     by_place = {p.place: p for p in projections(model)}
     for name, module in lora_linears(model):
         updates = []

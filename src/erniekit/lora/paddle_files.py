@@ -18,7 +18,7 @@ from erniekit.errors import CheckpointError
 from erniekit.files.listed import has_file
 from erniekit.lora.adapter import Adapter, LowRank, places
 from erniekit.lora.adapter_config import ONE_FILE, config_fields, paired, plain_number, rank_and_alpha, read_tensors
-from erniekit.lora.projections import Projection, config_of, projections, short_names, word_of
+from erniekit.lora.projections import Projection, config_of, projections, short_name_of, short_names
 from erniekit.lora.settings import LoRASettings
 from erniekit.lora_scale import alpha_of
 from erniekit.models import MODELS
@@ -130,10 +130,10 @@ def _config(
     """A higher, stacked rank needs an alpha that keeps the scale; `rslora` is spelt out in it then."""
     same = rank == adapter.rank
     alpha = adapter.alpha if same else alpha_of(adapter.scale, rank, rslora=False)
-    words = {word_of(name) for name in linears}
-    everywhere = {n for n in fused_linears(model) if word_of(n) in words} == set(linears)
+    projection_kinds = {short_name_of(name) for name in linears}
+    everywhere = {n for n in fused_linears(model) if short_name_of(n) in projection_kinds} == set(linears)
     # A router's name is part of other names.
-    patterns = [f".*{w}.*" if w.endswith("_proj") else rf".*\.{w}" for w in sorted(words)]
+    patterns = [f".*{w}.*" if w.endswith("_proj") else rf".*\.{w}" for w in sorted(projection_kinds)]
     targets = patterns if everywhere else [re.escape(n) for n in linears]
     config = {
         "r": rank,
@@ -192,7 +192,7 @@ def _as_noted(adapter: Adapter, note: Any, model: nn.Module) -> Adapter:
     names, r = set(note["projections"]), settings.rank
     updates = {}
     for fused in fused_linears(model).values():
-        kept = [p for p in fused.parts if p.public in adapter.updates and {p.word, p.public} & names]
+        kept = [p for p in fused.parts if p.public in adapter.updates and {p.short_name, p.public} & names]
         for i, p in enumerate(kept):
             first = i * r if note["stacked"] else 0
             whole, block = adapter.updates[p.public], slice(first, first + r)
@@ -210,10 +210,10 @@ def _upright(A: torch.Tensor, B: torch.Tensor, p: Projection) -> tuple[torch.Ten
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     if has_file(folder, INDEX):
         named = {str(name) for name in config_fields(folder / INDEX).get("weight_map", {}).values()}
-        gone = sorted(name for name in named if not has_file(folder, name))
-        if gone:
+        missing = sorted(name for name in named if not has_file(folder, name))
+        if missing:
             raise CheckpointError(
-                f"{len(gone)} files named in the index are missing: {', '.join(gone[:3])}",
+                f"{len(missing)} files named in the index are missing: {', '.join(missing[:3])}",
                 where=str(folder / INDEX),
                 fix="copy the files of the other nodes here",
             )

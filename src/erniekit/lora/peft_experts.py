@@ -1,7 +1,7 @@
 """What PEFT needs for a model with experts, on transformers 5: experts are two fused 3-D parameters there, so all but
 attention is named in `target_parameters`, while the file keeps a tensor for each expert (PEFT fuses them on reading).
 
-`target_modules: [gate_proj, ...]` would not do: PEFT turns those names into the routed experts' parameters alone and
+`target_modules: [gate_proj, ...]` would not do: PEFT turns those names into the routed experts' parameters only and
 leaves the dense first layers and the shared experts without adapters. Called by peft_files.py. E experts, r rank.
 """
 
@@ -24,7 +24,7 @@ _FUSED_NAME = re.compile(r"(.+\.mlp\.experts)((?:\.base_layer)*)")
 
 @dataclass
 class Named:
-    """The part of adapter_config.json that says which weights are adapted, and how those that differ do."""
+    """The part of adapter_config.json on which weights are adapted, and how those that differ do."""
 
     target_modules: list[str] = field(default_factory=list)
     target_parameters: list[str] = field(default_factory=list)
@@ -63,7 +63,7 @@ def named(adapter: Adapter, model: nn.Module) -> Named:
 
 
 def _short(every: Iterable[str], covered: set[str]) -> list[str]:
-    """Their last two words, where all parameters that end so are covered; else whole names."""
+    """Their last two parts, where all parameters that end so are covered; else whole names."""
     ends: dict[str, set[str]] = {}
     for name in every:
         ends.setdefault(".".join(name.split(".")[-2:]), set()).add(name)
@@ -74,7 +74,7 @@ def _short(every: Iterable[str], covered: set[str]) -> list[str]:
 
 
 def patterns(values: Mapping[str, Any]) -> dict[str, Any]:
-    """PEFT's rank_pattern or alpha_pattern; one line for all that end in the same two words and have one value."""
+    """PEFT's rank_pattern or alpha_pattern; one line for all that end in the same two parts and have one value."""
     ends: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         ends.setdefault(".".join(name.split(".")[-2:]), {})[name] = value
@@ -112,7 +112,7 @@ def is_left_out(name: str, A: torch.Tensor, B: torch.Tensor) -> bool:
 def fused_of(name: str, model: nn.Module, A: torch.Tensor, B: torch.Tensor) -> list[Projection]:
     """The projections of a layer's fused parameter as PEFT itself saves it: `...mlp.experts[.base_layer]`.
 
-    Which of the two parameters it is, only the shapes tell: the wrappers are nested in the order they were made."""
+    Which of the two parameters it is shows only in the shapes: the wrappers are nested in the order they were made."""
     match = _FUSED_NAME.fullmatch(name)
     if match is None or not has_experts(model):
         return []

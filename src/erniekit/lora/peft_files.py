@@ -50,14 +50,14 @@ def write_peft(folder: Path, adapter: Adapter, model: nn.Module) -> list[Path]:
     updates = adapter.updates
     if peft_experts.has_experts(model):
         whole = peft_experts.completed(adapter, model)
-        who, updates = peft_experts.named(whole, model), whole.updates
+        named, updates = peft_experts.named(whole, model), whole.updates
     else:
         ranks, scales = {n: u.rank for n, u in updates.items()}, {n: u.scale for n, u in updates.items()}
-        who = peft_experts.Named(short_names(list(updates), model), [], ranks, scales)
-    odd_rank = {n: rank for n, rank in who.ranks.items() if rank != adapter.rank}
+        named = peft_experts.Named(short_names(list(updates), model), [], ranks, scales)
+    odd_rank = {n: rank for n, rank in named.ranks.items() if rank != adapter.rank}
     odd_alpha = {
-        n: plain_number(alpha_of(scale, who.ranks[n], adapter.rslora))
-        for n, scale in who.scales.items()
+        n: plain_number(alpha_of(scale, named.ranks[n], adapter.rslora))
+        for n, scale in named.scales.items()
         if n in odd_rank or scale != adapter.scale
     }
     config = {
@@ -68,8 +68,8 @@ def write_peft(folder: Path, adapter: Adapter, model: nn.Module) -> list[Path]:
         "lora_alpha": plain_number(adapter.alpha),
         "lora_dropout": 0.0,
         "use_rslora": adapter.rslora,
-        "target_modules": who.target_modules,
-        "target_parameters": who.target_parameters or None,
+        "target_modules": named.target_modules,
+        "target_parameters": named.target_parameters or None,
         "rank_pattern": peft_experts.patterns(odd_rank),
         "alpha_pattern": peft_experts.patterns(odd_alpha),
         "bias": "none",
@@ -79,7 +79,7 @@ def write_peft(folder: Path, adapter: Adapter, model: nn.Module) -> list[Path]:
         "modules_to_save": None,
         "use_dora": adapter.dora,
     }
-    # Parts that share an A each get a copy: PEFT knows no sharing.
+    # Parts that share an A each get a copy: PEFT has no sharing.
     tensors = {
         f"{PREFIX}{name}.lora_{side}.weight": value
         for name, update in updates.items()

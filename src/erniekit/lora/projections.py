@@ -41,9 +41,9 @@ class Projection:
         return self.module, self.part, self.expert or 0
 
     @property
-    def word(self) -> str:
-        """What a target calls all projections of its kind."""
-        return word_of(self.public)
+    def short_name(self) -> str:
+        """The name by which a target selects all projections of its kind."""
+        return short_name_of(self.public)
 
     @property
     def weight(self) -> str:
@@ -55,8 +55,8 @@ class Projection:
         return self.stop - self.start
 
 
-def word_of(public: str) -> str:
-    """The last word of a name; of a layer that has a number, its list's name as well: spatial_linear.0."""
+def short_name_of(public: str) -> str:
+    """The last part of a name; of a layer that has a number, its list's name as well: spatial_linear.0."""
     before, _, last = public.rpartition(".")
     return f"{before.rpartition('.')[2]}.{last}" if last.isdigit() else last
 
@@ -85,11 +85,11 @@ def projections(model: nn.Module) -> list[Projection]:
             continue
         publics = [name.removesuffix(".weight") for name in entry.theirs]
         paddles = [name.removesuffix(".weight") for name in in_paddle[entry.ours]]
-        parts = layer_parts(base, word_of(publics[0]).replace(".", "_"))
+        parts = layer_parts(base, short_name_of(publics[0]).replace(".", "_"))
         start = 0
         for i, public in enumerate(publics):
             part, rows = parts[i % len(parts)]
-            if word_of(public) in spec.lora_targets or kind is LoRARouter:
+            if short_name_of(public) in spec.lora_targets or kind is LoRARouter:
                 paddle = paddles[i * len(paddles) // len(publics)]  # Paddle keeps some parts fused
                 place = (module_name, part, start, start + rows, weight_like(base).shape[1])
                 expert = i // len(parts) if kind is LoRAExperts else None
@@ -102,7 +102,7 @@ def projections(model: nn.Module) -> list[Projection]:
 def select(model: nn.Module, targets: Sequence[str] | None) -> list[Projection]:
     """What `targets` name: each is a name (q_proj; Paddle's qkv_proj), the dotted end of one, or a regex.
 
-    Routers are left alone unless asked for: a target takes them in only if it matches nothing else (`gate`).
+    Routers are not adapted by default: a target takes them in only if it matches nothing else (`gate`).
     """
     candidates = projections(model)
     if targets is None:
@@ -124,23 +124,24 @@ def select(model: nn.Module, targets: Sequence[str] | None) -> list[Projection]:
 
 
 def _need_all_experts(candidates: list[Projection], chosen: set[Projection]) -> None:
-    """The experts of a layer are one grouped product, and PEFT's files know them only together."""
+    """The experts of a layer are one grouped product, and PEFT's files hold them only together."""
     begun = {p.place[:2] for p in chosen if p.expert is not None}
-    left = next((p for p in candidates if p.place[:2] in begun and p not in chosen), None)
-    if left is not None:
+    missing = next((p for p in candidates if p.place[:2] in begun and p not in chosen), None)
+    if missing is not None:
         raise ConfigError(
-            f"some experts of a layer are named and others, such as {left.public}, are not",
+            f"some experts of a layer are named and others, such as {missing.public}, are not",
             where=KEY,
-            fix=f"name all of them or none, e.g. .*\\.experts\\..*\\.{left.part}",
+            fix=f"name all of them or none, e.g. .*\\.experts\\..*\\.{missing.part}",
         )
 
 
 def short_names(adapted: Sequence[str], model: nn.Module) -> list[str]:
-    """Public paths as PEFT writes targets: last words when every projection of that name is meant, else whole paths."""
+    """Public paths as PEFT writes targets: short names when every projection of that name is there, else whole
+    paths."""
     present = set(adapted)
-    words = sorted({word_of(public) for public in adapted})
-    meant = {p.public for p in projections(model) if p.word in words}
-    return words if meant == present else sorted(present)
+    names = sorted({short_name_of(public) for public in adapted})
+    selected = {p.public for p in projections(model) if p.short_name in names}
+    return names if selected == present else sorted(present)
 
 
 def _compile(target: str) -> re.Pattern[str]:
@@ -162,7 +163,7 @@ def _nothing_matches(
     others = {name.rpartition(".")[0] for name in named} - {p.public for p in candidates}
     others |= {"lm_head", "model.embed_tokens"}
     refused = next((name for name in sorted(others) if pattern.fullmatch(name)), None)
-    names = sorted({p.word for p in candidates} | {word_of(p.paddle) for p in candidates})
+    names = sorted({p.short_name for p in candidates} | {short_name_of(p.paddle) for p in candidates})
     if refused is not None:
         return ConfigError(
             f"{target!r} names {refused}, which LoRA does not adapt: adapters go on attention, MLP and expert "

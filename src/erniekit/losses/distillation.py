@@ -1,6 +1,6 @@
 """The loss of SFT with a teacher: its probabilities are computed for each micro-batch and forgotten with it.
 
-recipes/distillation.py builds it; train/step.py calls it. An evaluation is the cross-entropy of the data alone, so that
+recipes/distillation.py builds it; train/step.py calls it. An evaluation is the cross-entropy of the data only, so that
 it can be compared with a run without a teacher.
 """
 

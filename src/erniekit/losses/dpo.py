@@ -66,7 +66,7 @@ class MetricsSink(Protocol):
 
 
 def metric_names(settings: DpoSettings) -> tuple[str, ...]:
-    """What `dpo_loss` tells, as ERNIEKit calls it."""
+    """The metrics that `dpo_loss` adds, as ERNIEKit calls them."""
     rewards = tuple(f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins"))
     odds = ("log_odds_ratio", "log_odds_chosen") if settings.loss.log_odds else ()
     return (*rewards, "logps/chosen", "logps/rejected", settings.loss_name, "sft_loss", *odds)
@@ -130,13 +130,14 @@ def _ipo(pairs: PairScores, settings: DpoSettings) -> torch.Tensor:
 
 
 def _dpop(pairs: PairScores, settings: DpoSettings) -> torch.Tensor:
-    # As ERNIEKit: the penalty stands beside the log-sigmoid, not inside it as in arXiv 2402.13228.
+    # As ERNIEKit: the penalty is added to the log-sigmoid, not inside it as in arXiv 2402.13228.
     penalty = (-pairs.gained.chosen).relu()
     return -F.logsigmoid(settings.beta * pairs.margin) + settings.dpop_lambda * penalty
 
 
 def _kto_pair(pairs: PairScores, settings: DpoSettings) -> torch.Tensor:
-    """Each side against the mean of the other side over these pairs: the only type whose pairs meet."""
+    """Each side against the mean of the other side over these pairs: the only type where a pair's loss depends on
+    others."""
     (chosen, rejected), beta = pairs.gained, settings.beta
     against_rejected, against_chosen = rejected.mean().relu(), chosen.mean().relu()
     better = 1 - (beta * (chosen - against_rejected)).sigmoid()
@@ -199,7 +200,7 @@ def pair_log_probs(
     sum_over_cp: SumOverRanks | None = None,
     chunk: int = CHUNK,
 ) -> torch.Tensor:
-    """fp32 [2 * pairs]: chosen and rejected sums of log-probabilities in turn, as `Pairs.reference` wants them."""
+    """fp32 [2 * pairs]: chosen and rejected sums of log-probabilities in turn, as in `Pairs.reference`."""
     return answer_sums(model, batch, hidden, sum_over_cp, chunk)[0]
 
 
@@ -218,7 +219,7 @@ def dpo_loss(
     """The SUM of the pairs' losses (fp32), times scale: the pairs of the whole global batch divide it, before or after.
 
     sum_over_cp: adds up what the ranks that share a sequence have of each answer, forward only (the gradient of a sum
-    is that of its parts). copies: how many those ranks are; each then holds the whole loss and tells its share of it.
+    is that of its parts). copies: how many those ranks are; each then holds the whole loss and returns its share of it.
     """
     assert batch.pairs is not None
     sums, lengths = answer_sums(model, batch, hidden, sum_over_cp, chunk)
@@ -231,9 +232,9 @@ def dpo_loss(
     supervised = settings.sft_ratio * sft_losses(_answers(sums).chosen, counts.chosen, settings.batch_means)
     if step_metrics is not None:
         with torch.no_grad():
-            told = _metrics(policy, rewards(policy, reference, settings.beta), preferred, supervised, settings)
+            metrics = _metrics(policy, rewards(policy, reference, settings.beta), preferred, supervised, settings)
             each = max(1, batch.pairs.count) if settings.batch_means else 1
-            for name, values in told.items():
+            for name, values in metrics.items():
                 step_metrics.add(name, values.sum() / each, batch.pairs.count / each)
     return share_of_copies((preferred + supervised).sum(), scale, copies)
 
@@ -280,7 +281,7 @@ def _metrics(
     policy: Answers, reward: Answers, preferred: torch.Tensor, supervised: torch.Tensor, settings: DpoSettings
 ) -> dict[str, torch.Tensor]:
     """[pairs] each, under `metric_names`."""
-    told = {
+    metrics = {
         "rewards/chosen": reward.chosen,
         "rewards/rejected": reward.rejected,
         "rewards/accuracies": (reward.chosen > reward.rejected).float(),
@@ -291,6 +292,6 @@ def _metrics(
         "sft_loss": supervised,
     }
     if settings.loss.log_odds:
-        told["log_odds_ratio"] = log_odds(policy)
-        told["log_odds_chosen"] = F.logsigmoid(told["log_odds_ratio"])  # the name ERNIEKit gives it
-    return told
+        metrics["log_odds_ratio"] = log_odds(policy)
+        metrics["log_odds_chosen"] = F.logsigmoid(metrics["log_odds_ratio"])  # the name ERNIEKit gives it
+    return metrics

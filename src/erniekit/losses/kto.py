@@ -60,11 +60,13 @@ def kto_loss(
     losses = kto_losses(gained, desirable, baseline, settings)
     if step_metrics is not None:
         with torch.no_grad():
-            _tell(step_metrics, logps, settings.beta * gained, losses, desirable, baseline, pairs.count, settings)
+            _add_metrics(
+                step_metrics, logps, settings.beta * gained, losses, desirable, baseline, pairs.count, settings
+            )
     return share_of_copies(losses.sum(), scale, copies)
 
 
-def _tell(
+def _add_metrics(
     sink: MetricsSink,
     logps: torch.Tensor,
     rewards: torch.Tensor,

@@ -27,7 +27,7 @@ class RouterLossWeights:
     orthogonal: float = 0.0
 
     def metric_names(self) -> tuple[str, ...]:
-        return tuple(told for term, told in METRICS.items() if getattr(self, term))
+        return tuple(name for term, name in METRICS.items() if getattr(self, term))
 
 
 class _Attach(torch.autograd.Function):
@@ -52,7 +52,7 @@ class RouterLosses(nn.Module):
     sum_over: sums over the ranks that hold other tokens of the same rows (backward: as it is), `parts` of them.
     piece: which of how many slices of a row this rank works on, under sequence parallelism.
     whole_batch: ERNIEKit's way, one mean over all positions of a micro-batch, padding too.
-    modal: `ctx.real` tells this bank's own tokens; means are over those, and rows without one have no term.
+    modal: `ctx.real` marks this bank's own tokens; means are over those, and rows without one have no term.
     """
 
     def __init__(

@@ -30,11 +30,11 @@ class TokenLoss:
 
     function: Callable[..., torch.Tensor]
     name: str
-    wants: tuple[str, ...]
+    arguments: tuple[str, ...]
 
     @classmethod
     def of(cls, function: Any, name: str) -> TokenLoss:
-        """Refuses what cannot be one by its signature."""
+        """Raises where the signature is not that of a token loss."""
         if not callable(function):
             raise _refused(name, f"is {type(function).__name__}, which cannot be called")
         try:
@@ -42,7 +42,7 @@ class TokenLoss:
         except (TypeError, ValueError):
             raise _refused(name, "has no signature that Python can read; wrap it in a def") from None
         named = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-        wants = tuple(word for word in named if word in ARGUMENTS)
+        taken = tuple(parameter for parameter in named if parameter in ARGUMENTS)
         unknown = [
             p.name
             for p in parameters
@@ -50,25 +50,25 @@ class TokenLoss:
         ]
         if unknown:
             raise _refused(name, f"has the parameter {unknown[0]!r}, which is not given to it")
-        if ("logits" in wants) == ("logprobs" in wants):
+        if ("logits" in taken) == ("logprobs" in taken):
             raise _refused(name, "must take one of logits and logprobs")
-        return cls(function, name, wants)
+        return cls(function, name, taken)
 
     @property
     def needs_logits(self) -> bool:
-        return "logits" in self.wants
+        return "logits" in self.arguments
 
-    def __call__(self, **given: torch.Tensor) -> torch.Tensor:
+    def __call__(self, **arguments: torch.Tensor) -> torch.Tensor:
         """The loss of each token, fp32 [n]."""
-        count = given["labels"].shape[0]
-        out = self.function(**{word: given[word] for word in self.wants})
+        count = arguments["labels"].shape[0]
+        out = self.function(**{argument: arguments[argument] for argument in self.arguments})
         if not isinstance(out, torch.Tensor):
             raise _refused(self.name, f"gave {type(out).__name__}, not a tensor")
         if out.shape != (count,):
             hint = "; reduction='none' gives one each" if out.dim() == 0 else ""
             raise _refused(self.name, f"gave the shape {list(out.shape)} for {count} trained tokens{hint}")
         if torch.is_grad_enabled() and not out.requires_grad:
-            raise _refused(self.name, f"gave losses that do not depend on {'/'.join(w for w in self.wants[:1])}")
+            raise _refused(self.name, f"gave losses that do not depend on {'/'.join(w for w in self.arguments[:1])}")
         return out.float()
 
 
@@ -125,9 +125,9 @@ class OwnLossHead(WrappedHead):
 
 
 def _refused(name: str, why: str) -> ConfigError:
-    wanted = "; ".join(f"{word}: {what}" for word, what in ARGUMENTS.items())
+    arguments = "; ".join(f"{argument}: {what}" for argument, what in ARGUMENTS.items())
     return ConfigError(
         f"the loss function {name} {why}",
         where="loss",
-        fix=f"def loss(logits, labels) or def loss(logprobs, labels), one loss a token, [n]. {wanted}",
+        fix=f"def loss(logits, labels) or def loss(logprobs, labels), one loss a token, [n]. {arguments}",
     )

@@ -50,8 +50,8 @@ def reward_loss(
     losses = reward_losses(chosen, rejected, pairs.score_delta.to(chosen.device), settings)
     if step_metrics is not None:
         with torch.no_grad():
-            told = (chosen, rejected, (chosen > rejected).float(), chosen - rejected)
-            for name, values in zip(REWARD_METRICS, told):
+            metrics = (chosen, rejected, (chosen > rejected).float(), chosen - rejected)
+            for name, values in zip(REWARD_METRICS, metrics):
                 step_metrics.add(name, values.sum(), pairs.count)
     total = losses.sum()
     return total if scale is None else total * scale
@@ -77,7 +77,7 @@ def class_loss(
 
 
 def scores_of(model: nn.Module, batch: Batch, hidden: torch.Tensor | None = None) -> torch.Tensor:
-    """fp32 [B * L, classes]. All places are scored: a head of a few rows costs nothing beside the layers."""
+    """fp32 [B * L, classes]. All places are scored: a head of a few rows costs nothing compared to the layers."""
     out: torch.Tensor = model(
         batch.input_ids if hidden is None else hidden,
         batch.positions,

@@ -1,4 +1,4 @@
-"""DecoderConfig: a model's shape in our words, read from and written to Hugging Face and Paddle `config.json`.
+"""DecoderConfig: a model's shape under our names, read from and written to Hugging Face and Paddle `config.json`.
 
 Made by models/*.py from a folder's config.json; plain numbers, no torch.
 """
@@ -76,7 +76,7 @@ class MoEShape:
     vision: BankShape | None = None  # what vision tokens take instead; the shared experts are the same
 
     def of_text(self) -> MoEShape:
-        """The one bank by itself, as a layer holds it: shared experts and the bias of both are beside the banks."""
+        """The one bank by itself, as a layer holds it: shared experts and the bias of both are outside the banks."""
         return replace(self, shared_width=0, bias=False, vision=None)
 
     def of_vision(self) -> MoEShape:
@@ -136,5 +136,5 @@ def hf_rope(config: DecoderConfig) -> dict[str, Any]:
 
 
 def hf_dtype(name: str) -> dict[str, str]:
-    """transformers 5 reads `dtype` first; older ones and ERNIEKit know only `torch_dtype`."""
+    """transformers 5 reads `dtype` first; older ones and ERNIEKit read only `torch_dtype`."""
     return {"dtype": name, "torch_dtype": name}

@@ -1,7 +1,7 @@
-"""What a model costs, counted from its shape alone: weights, FLOPs of a step, bytes of weights, states and activations.
+"""What a model costs, counted from its shape only: weights, FLOPs of a step, bytes of weights, states and activations.
 
 The one place that counts them, for the trainer's metrics, `erniekit bench` and the decisions on memory and CUDA graphs.
-docs/performance.md has the definition of MFU in words. No torch, and nothing here depends on how layers are computed.
+docs/performance.md has the definition of MFU. No torch, and nothing here depends on how layers are computed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ FORMULA = (
 )
 
 WEIGHT_BYTES = GRADIENT_BYTES = 2  # in 16 bit
-# Of a trained weight beside itself, by master_weights and optim_states. 8bit: two codes, and three fp32 scales a block.
+# Of a trained weight besides itself, by master_weights and optim_states. 8bit: two codes, and three fp32 scales a
+# block.
 MASTER_BYTES = {"fp32": 4.0, "exact16": 2.0, "none": 0.0}
 MOMENT_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 3 * 4 / 256}
 OPTIMIZER_BYTES = MASTER_BYTES["fp32"] + MOMENT_BYTES["fp32"]
@@ -52,15 +53,15 @@ class Product(NamedTuple):
         return self.met * self.inputs * self.outputs
 
     def pair(self, rank: int) -> int:
-        """Weights of a LoRA pair beside one copy of it."""
+        """Weights of a LoRA pair of one copy of it."""
         return rank * (self.inputs + self.outputs)
 
     def adapter(self, rank: int) -> int:
-        """Weights of LoRA pairs beside it that a token meets."""
+        """Weights of its LoRA pairs that a token meets."""
         return self.met * self.pair(rank)
 
 
-class Seen(NamedTuple):
+class TokenCounts(NamedTuple):
     """What steps were computed on: sums over their micro-batches and ranks."""
 
     tokens: int  # padding apart
@@ -164,8 +165,8 @@ def adapters_met_of(c: DecoderConfig, sizes: Iterable[tuple[str, int]], vision: 
     meets in the decoder, or one of a picture."""
     total, others = 0.0, "text" if vision else "vision"
     for name, size in sizes:
-        words = name.split(".")
-        if "lora" in words and not {"router", others, "resampler", "tower"} & set(words):
+        parts = name.split(".")
+        if "lora" in parts and not {"router", others, "resampler", "tower"} & set(parts):
             total += size * (c.moe.choices / c.moe.experts if c.moe is not None and ".experts." in name else 1)
     return round(total)
 
@@ -180,10 +181,10 @@ def products_met(c: DecoderConfig, further: int = 0, vision: bool = False) -> in
     return trunk + further * one
 
 
-def _products(c: DecoderConfig, seen: Seen, further: int) -> int:
+def _products(c: DecoderConfig, counts: TokenCounts, further: int) -> int:
     """Weights times the tokens that are multiplied by them."""
-    of_text = products_met(c, further) * (seen.tokens - seen.vision_tokens)
-    return of_text + (products_met(c, further, vision=True) * seen.vision_tokens if seen.vision_tokens else 0)
+    of_text = products_met(c, further) * (counts.tokens - counts.vision_tokens)
+    return of_text + (products_met(c, further, vision=True) * counts.vision_tokens if counts.vision_tokens else 0)
 
 
 def attention_work(c: DecoderConfig, sum_squares: int, layers: int) -> float:
@@ -198,28 +199,28 @@ def token_flops(c: DecoderConfig, frozen_base: bool = False) -> int:
     return each * (products_met(c) + c.vocab_size * c.hidden_size)
 
 
-def forward_flops(c: DecoderConfig, seen: Seen, adapters: float = 0, further: int = 0) -> float:
+def forward_flops(c: DecoderConfig, counts: TokenCounts, adapters: float = 0, further: int = 0) -> float:
     """adapters: LoRA weights that a token meets. further: layers that predict further tokens, each with a head."""
-    heads = (1 + further) * c.vocab_size * c.hidden_size * seen.trained
-    products = _products(c, seen, further) + adapters * seen.tokens + heads
-    return FORWARD * products + ATTENTION_FORWARD * attention_work(c, seen.sum_squares, c.num_layers + further)
+    heads = (1 + further) * c.vocab_size * c.hidden_size * counts.trained
+    products = _products(c, counts, further) + adapters * counts.tokens + heads
+    return FORWARD * products + ATTENTION_FORWARD * attention_work(c, counts.sum_squares, c.num_layers + further)
 
 
 def backward_flops(
-    c: DecoderConfig, seen: Seen, frozen_base: bool = False, adapters: float = 0, further: int = 0
+    c: DecoderConfig, counts: TokenCounts, frozen_base: bool = False, adapters: float = 0, further: int = 0
 ) -> float:
     """Every input's gradient, though a frozen embedding needs none from the first projections."""
-    heads = (1 + further) * c.vocab_size * c.hidden_size * seen.trained
-    base = _products(c, seen, further) + heads
-    products = INPUT_GRADIENT * base + (INPUT_GRADIENT + WEIGHT_GRADIENT) * adapters * seen.tokens
+    heads = (1 + further) * c.vocab_size * c.hidden_size * counts.trained
+    base = _products(c, counts, further) + heads
+    products = INPUT_GRADIENT * base + (INPUT_GRADIENT + WEIGHT_GRADIENT) * adapters * counts.tokens
     if not frozen_base:
         products += WEIGHT_GRADIENT * base
-    return products + ATTENTION_BACKWARD * attention_work(c, seen.sum_squares, c.num_layers + further)
+    return products + ATTENTION_BACKWARD * attention_work(c, counts.sum_squares, c.num_layers + further)
 
 
 def step_flops(
     c: DecoderConfig,
-    seen: Seen,
+    counts: TokenCounts,
     frozen_base: bool = False,
     adapters: float = 0,
     further: int = 0,
@@ -227,11 +228,11 @@ def step_flops(
 ) -> float:
     """Model FLOPs, forward and backward: what MFU counts. live_reference: a second model, or this one without its
     adapters, runs forward as well."""
-    own = forward_flops(c, seen, adapters, further) + backward_flops(c, seen, frozen_base, adapters, further)
-    return own + forward_flops(c, seen) if live_reference else own
+    own = forward_flops(c, counts, adapters, further) + backward_flops(c, counts, frozen_base, adapters, further)
+    return own + forward_flops(c, counts) if live_reference else own
 
 
-def recomputed_flops(c: DecoderConfig, seen: Seen, layers: Iterable[int], granularity: str) -> float:
+def recomputed_flops(c: DecoderConfig, counts: TokenCounts, layers: Iterable[int], granularity: str) -> float:
     """What recompute adds to the FLOPs that a device does in a step, adapters apart; no part of MFU. granularity: as in
     parallel/recompute.py. torch stops once it has all that backward reads: a last product's output is not."""
     total = 0.0
@@ -240,10 +241,10 @@ def recomputed_flops(c: DecoderConfig, seen: Seen, layers: Iterable[int], granul
         if granularity == "full_attn":
             products = tuple(p for p in products if p.kind == "attention")
         again = () if granularity in ("core_attn", "selective") else products
-        if again and again[-1].kind != "experts":  # routing weights multiply what experts say: that is read
+        if again and again[-1].kind != "experts":  # routing weights multiply the experts' outputs: those are read
             again = again[:-1]
-        total += FORWARD * sum(p.weights_met for p in again) * seen.tokens
-        total += ATTENTION_FORWARD * attention_work(c, seen.sum_squares, 1)
+        total += FORWARD * sum(p.weights_met for p in again) * counts.tokens
+        total += ATTENTION_FORWARD * attention_work(c, counts.sum_squares, 1)
     return total
 
 

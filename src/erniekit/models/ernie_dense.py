@@ -22,7 +22,7 @@ def read_config(raw: dict[str, Any], layout: str, has_head: bool, where: str) ->
     ratio = f.number("compression_ratio", 1.0, 1e-6, 1e9)
     if layout == "paddle" and ratio != 1.0:
         scaling = {"rope_type": "linear", "factor": ratio}  # positions / ratio
-    # Each world's classes default head_dim and tying differently; never guess where the files can tell.
+    # Each world's classes default head_dim and tying differently; never guess where the files show it.
     heads, kv_heads, head_dim = f.heads(128 if layout == "hf" else None)
     bias = f.flag("use_bias", False)
     return DecoderConfig(
@@ -84,7 +84,7 @@ def write_config(c: DecoderConfig, layout: str, dtype: str) -> dict[str, Any]:
 
 
 def paddle_rope(c: DecoderConfig) -> dict[str, Any]:
-    """ERNIEKit knows one scaling, `compression_ratio`: positions divided by it, which is linear scaling."""
+    """ERNIEKit has one scaling, `compression_ratio`: positions divided by it, which is linear scaling."""
     if c.rope_scaling and c.rope_scaling["rope_type"] == "linear":
         return {"rope_theta": c.rope_theta, "compression_ratio": c.rope_scaling["factor"]}
     return {"rope_theta": c.rope_theta, **({"rope_scaling": c.rope_scaling} if c.rope_scaling else {})}
@@ -134,7 +134,7 @@ def paddle_attention(c: DecoderConfig, ours: str, theirs: str) -> list[Entry]:
 
 
 def paddle_mlp(ours: str, theirs: str, bias: bool) -> list[Entry]:
-    """The gate half comes before the up half, whatever the name says."""
+    """The gate half comes before the up half, despite the name."""
     out = [
         transposed(ours + "gate_up.weight", theirs + "up_gate_proj.weight"),
         transposed(ours + "down.weight", theirs + "down_proj.weight"),

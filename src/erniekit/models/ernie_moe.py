@@ -63,7 +63,7 @@ def read_config(raw: dict[str, Any], layout: str, has_head: bool, where: str) ->
 
 
 def settle(c: DecoderConfig, names: Collection[str]) -> DecoderConfig:
-    """What only the files can tell: transformers drops the further layers and keeps their number in config.json; a run
+    """What only the files show: transformers drops the further layers and keeps their number in config.json; a run
     with moe_use_aux_free off left no bias."""
     assert c.moe is not None
     mtp = c.mtp_layers if any(".mtp_block." in name for name in names) else 0

@@ -2,7 +2,7 @@
 one. Called by models/ernie_vl.py.
 
 Flat: text fields at the top, lists of two (text, vision) for experts. Nested: `text_config`, `vision_config`, one
-number of experts, `mlp_layer_types`, `mrope_section`. The tensor names beside them do not tell which it is.
+number of experts, `mlp_layer_types`, `mrope_section`. The tensor names in the files do not show which it is.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def _sparse_layers(f: Fields, layers: int) -> tuple[int | None, int, int]:
     if not sparse:
         raise f.refuse("mlp_layer_types", f"a list of {layers} words, dense or sparse (one at least), for", kinds)
     interval = sparse[1] - sparse[0] if len(sparse) > 1 else 1
-    wanted = [i for i in range(sparse[0], sparse[-1] + 1) if (i + 1) % interval == 0]
-    if sparse != wanted:
+    expected = [i for i in range(sparse[0], sparse[-1] + 1) if (i + 1) % interval == 0]
+    if sparse != expected:
         raise f.refuse("mlp_layer_types", "sparse layers at one distance for", kinds)
     return sparse[0], sparse[-1], interval
 
@@ -187,13 +187,13 @@ def _flat(c: DecoderConfig, layout: str, dtype: str) -> dict[str, Any]:
     kept = c.raw if c.raw_layout == "flat" else {}
     world = "paddle" if layout == "paddle" else "hf"
     out = ernie_dense.write_config(replace(c, raw=kept, raw_layout=world), world, dtype)
-    for key in ("rope_parameters",):  # transformers' word; a flat file is not for it
+    for key in ("rope_parameters",):  # transformers' key; a flat file is not for it
         out.pop(key, None)
-    seen = dict(kept.get("vision_config") or {})
-    seen |= {"depth": v.depth, "hidden_size": v.width, "embed_dim": v.width, "num_heads": v.heads}
+    vision = dict(kept.get("vision_config") or {})
+    vision |= {"depth": v.depth, "hidden_size": v.width, "embed_dim": v.width, "num_heads": v.heads}
     ratio = v.mlp_width / v.width
-    seen |= {"mlp_ratio": int(ratio) if ratio == int(ratio) else ratio, "patch_size": v.patch}
-    seen |= {"in_channels": v.channels, "spatial_merge_size": v.merge, "hidden_act": "quick_gelu"}
+    vision |= {"mlp_ratio": int(ratio) if ratio == int(ratio) else ratio, "patch_size": v.patch}
+    vision |= {"in_channels": v.channels, "spatial_merge_size": v.merge, "hidden_act": "quick_gelu"}
     return out | {
         "architectures": [ARCHITECTURE],
         "model_type": FLAT_TYPE,
@@ -213,7 +213,7 @@ def _flat(c: DecoderConfig, layout: str, dtype: str) -> dict[str, Any]:
         "temporal_conv_size": 2,
         "use_temporal_conv": True,
         **_ids(c, "im_patch_id"),
-        "vision_config": seen,
+        "vision_config": vision,
     }
 
 
@@ -234,15 +234,20 @@ def _nested(c: DecoderConfig, dtype: str) -> dict[str, Any]:
         "moe_norm_min": m.norm_min,
         "mlp_layer_types": ["sparse" if c.sparse(i) else "dense" for i in range(c.num_layers)],
     }
-    seen = dict(kept.get("vision_config") or {})
-    seen |= {"depth": v.depth, "hidden_size": v.width, "num_heads": v.heads, "intermediate_size": v.mlp_width}
-    seen |= {"patch_size": v.patch, "in_channels": v.channels, "spatial_merge_size": v.merge, "temporal_merge_size": 2}
-    seen |= {"hidden_act": "quick_gelu", "rms_norm_eps": v.eps}
+    vision = dict(kept.get("vision_config") or {})
+    vision |= {"depth": v.depth, "hidden_size": v.width, "num_heads": v.heads, "intermediate_size": v.mlp_width}
+    vision |= {
+        "patch_size": v.patch,
+        "in_channels": v.channels,
+        "spatial_merge_size": v.merge,
+        "temporal_merge_size": 2,
+    }
+    vision |= {"hidden_act": "quick_gelu", "rms_norm_eps": v.eps}
     return kept | {
         "architectures": [ARCHITECTURE],
         "model_type": NESTED_TYPE,
         "text_config": text,
-        "vision_config": seen,
+        "vision_config": vision,
         "tie_word_embeddings": c.tie_word_embeddings,
         **_ids(c, "image_token_id"),
         **hf_dtype(dtype),

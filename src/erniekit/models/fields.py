@@ -107,8 +107,8 @@ class Fields:
             raise self.refuse("num_key_value_heads", f"a divisor of num_attention_heads ({heads}) for", kv)
         dim = self.size("head_dim", default_dim or max(1, hidden // heads), 1, MAX_HEAD_DIM)
         if dim % 2:  # rotary positions turn pairs of channels
-            told = f"an even number for ({hidden} hidden_size, {heads} num_attention_heads)"
-            raise self.refuse("head_dim", told, dim)
+            expected = f"an even number for ({hidden} hidden_size, {heads} num_attention_heads)"
+            raise self.refuse("head_dim", expected, dim)
         return heads, kv, dim
 
     def rope(self, default_theta: float) -> tuple[float, dict[str, Any] | None]:

@@ -19,7 +19,7 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class Run:
-    """Rows [start, start + count) of one of their tensors, turned upright first if the entry says so."""
+    """Rows [start, start + count) of one of their tensors, transposed first if the entry is."""
 
     source: int  # which of `theirs`
     start: int = 0
@@ -30,7 +30,7 @@ class Run:
 class Entry:
     """`read(theirs) -> ours` and `write(ours) -> theirs` are exact inverses: rearrangement only, never arithmetic.
 
-    With `runs`, our rows are theirs end to end, so that a rank can read its own part alone (checkpoint/slices.py).
+    With `runs`, our rows are theirs end to end, so that a rank can read only its own part (checkpoint/slices.py).
     """
 
     ours: str

@@ -52,12 +52,12 @@ RELEASED: dict[str, dict[str, Any]] = {
     "vl-424b-a47b": ERNIE_VL_424B,
     "ernie-4.5-0.3b": ERNIE_03B,
     "ernie-4.5-21b-a3b": ERNIE_21B,
-    "ernie-4.5-lite": ERNIE_21B,  # what the guide to NVIDIA beside Iluvatar calls it
+    "ernie-4.5-lite": ERNIE_21B,  # what the guide to NVIDIA with Iluvatar calls it
     "ernie-4.5-300b-a47b": ERNIE_300B,
     "llama-13b": LLAMA_13B,
 }
 
 
 def released(name: str) -> dict[str, Any] | None:
-    """The config.json of a model by its hub name; None: not one we know."""
+    """The config.json of a model by its hub name; None: not in the table."""
     return next((dict(raw) for part, raw in RELEASED.items() if part in name.lower()), None)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from erniekit.models.names import Entry
 
 ARCHITECTURE = "ForSequenceClassification"
-WEIGHT = "score.weight"  # in our words and in theirs
+WEIGHT = "score.weight"  # our name and theirs
 MOST = 10_000  # classes
 
 

@@ -1,4 +1,4 @@
-"""ModelSpec: everything the rest of the house asks of a model family. Each models/*.py exports one as SPEC."""
+"""ModelSpec: everything the rest of the project needs of a model family. Each models/*.py exports one as SPEC."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class ModelSpec:
     name: str
-    # config.json dict, layout it was found beside, whether the files hold an lm_head, where (for errors)
+    # config.json dict, layout of its weight files, whether the files hold an lm_head, where (for errors)
     read_config: Callable[[dict[str, Any], str, bool, str], DecoderConfig]
     write_config: Callable[[DecoderConfig, str, str], dict[str, Any]]  # config, layout, dtype name
     build: Callable[[DecoderConfig], nn.Module]
     plan: Plan  # how its weights shard: the table parallel/ works from
     names: Callable[[DecoderConfig, str], list[Entry]]  # our tensors <-> a layout's tensors
     lora_targets: tuple[str, ...]  # public projection names adapted by default
-    paddle_prefix: str  # first word of this family's Paddle tensor names
+    paddle_prefix: str  # first part of this family's Paddle tensor names
     layout_of: Callable[[Collection[str]], str] | None = None  # from tensor names; None: by the prefix
-    settle: Callable[[DecoderConfig, Collection[str]], DecoderConfig] | None = None  # what only the files can tell
-    # what preprocessor_config.json beside it says of pictures: its fields, and where (for errors)
+    settle: Callable[[DecoderConfig, Collection[str]], DecoderConfig] | None = None  # what only the files show
+    # from preprocessor_config.json of the folder, on pictures: its fields, and where (for errors)
     preprocessed: Callable[[DecoderConfig, dict[str, Any], str], DecoderConfig] | None = None
     fp32: tuple[str, ...] = ()  # ends of names of weights that stay fp32 in a 16-bit model
 

@@ -62,10 +62,10 @@ def _matched(patterns: Sequence[str], names: dict[str, tuple[str, ...]], key: st
     for name, publics in names.items():
         found = [public for public in publics if public in parts]
         if found and len(found) < len(publics) and name not in hits:
-            left = [public for public in publics if public not in parts]
+            unmatched = [public for public in publics if public not in parts]
             raise ConfigError(
-                f"{found[0]} is one tensor with {_listed([_last_words(public) for public in left])}, and "
-                f"{'they match' if len(left) > 1 else 'that matches'} no pattern",
+                f"{found[0]} is one tensor with {_listed([_last_parts(public) for public in unmatched])}, and "
+                f"{'they match' if len(unmatched) > 1 else 'that matches'} no pattern",
                 where=key,
                 fix="name all of them: " + ",".join(dict.fromkeys(f"*.{public.split('.')[-2]}" for public in publics)),
             )
@@ -75,11 +75,11 @@ def _matched(patterns: Sequence[str], names: dict[str, tuple[str, ...]], key: st
 
 
 def _matches(pattern: str, name: str) -> bool:
-    words = name.split(".")
-    return any(fnmatchcase(".".join(words[:end]), pattern) for end in range(1, len(words) + 1))
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
 
 
-def _last_words(name: str) -> str:
+def _last_parts(name: str) -> str:
     return ".".join(name.split(".")[-2:])
 
 
@@ -99,11 +99,11 @@ def _nothing(pattern: str, names: dict[str, tuple[str, ...]], key: str) -> Confi
     )
 
 
-def _refuse_resting(asked: set[str], patterns: Sequence[str], names: dict[str, tuple[str, ...]]) -> None:
+def _refuse_resting(resting: set[str], patterns: Sequence[str], names: dict[str, tuple[str, ...]]) -> None:
     """A pattern that names only weights this run leaves as they are would train nothing."""
     for pattern in patterns:
         hits = [n for n, publics in names.items() if any(_matches(pattern, each) for each in (n, *publics))]
-        if not hits or not all(name in asked for name in hits):
+        if not hits or not all(name in resting for name in hits):
             continue
         mtp = hits[0].startswith("mtp.")
         raise ConfigError(

@@ -21,7 +21,7 @@ class Patches(NamedTuple):
 
 
 def tower_weights(v: VisionShape) -> int:
-    """Of the products alone."""
+    """Of the products only."""
     block = 4 * v.width**2 + 2 * v.width * v.mlp_width
     return v.depth * block + v.patch_size * v.width
 
@@ -48,40 +48,40 @@ def weights(c: DecoderConfig) -> dict[str, int]:
     if v is None:
         return {}
     s = v.merged_width
-    beside = 4 * s + 2 * 2 * s + 2 * c.hidden_size  # four biases, two LayerNorms; the last bias and norm
+    biases_and_norms = 4 * s + 2 * 2 * s + 2 * c.hidden_size  # four biases, two LayerNorms; the last bias and norm
     tower = tower_weights(v) + tower_biases(v) + tower_norms(v)
-    return {"tower": tower, "resampler": sum(resampler_weights(c)) + beside}
+    return {"tower": tower, "resampler": sum(resampler_weights(c)) + biases_and_norms}
 
 
-def forward_flops(c: DecoderConfig, seen: Patches) -> float:
+def forward_flops(c: DecoderConfig, counts: Patches) -> float:
     v = c.vision
     assert v is not None
-    products = tower_weights(v) * seen.patches + _resampled(c, seen)
-    return FORWARD * products + ATTENTION * v.depth * v.width * seen.squares
+    products = tower_weights(v) * counts.patches + _resampled(c, counts)
+    return FORWARD * products + ATTENTION * v.depth * v.width * counts.squares
 
 
-def _resampled(c: DecoderConfig, seen: Patches) -> float:
+def _resampled(c: DecoderConfig, counts: Patches) -> float:
     """The resampler's weights times the rows that are multiplied by them."""
     v = c.vision
     assert v is not None
     before, behind = resampler_weights(c)
-    merged = seen.patches if seen.merged is None else seen.merged
-    return before * merged / v.merge**2 + behind * seen.tokens
+    merged = counts.patches if counts.merged is None else counts.merged
+    return before * merged / v.merge**2 + behind * counts.tokens
 
 
 def step_flops(
-    c: DecoderConfig, seen: Patches, tower_trained: bool, resampler_trained: bool, adapted: bool = False
+    c: DecoderConfig, counts: Patches, tower_trained: bool, resampler_trained: bool, adapted: bool = False
 ) -> float:
     """Forward, and backward of what is trained; a frozen resampler that is adapted, or in front of which a tower is
     trained, passes gradients on."""
     v = c.vision
     assert v is not None
-    total = forward_flops(c, seen)
+    total = forward_flops(c, counts)
     if tower_trained:
-        total += BACKWARD * tower_weights(v) * seen.patches + 2 * ATTENTION * v.depth * v.width * seen.squares
+        total += BACKWARD * tower_weights(v) * counts.patches + 2 * ATTENTION * v.depth * v.width * counts.squares
     if tower_trained or resampler_trained or adapted:
         share = BACKWARD if resampler_trained else FORWARD
-        total += share * _resampled(c, seen)
+        total += share * _resampled(c, counts)
     return total
 
 
@@ -95,7 +95,7 @@ def kept_bytes(c: DecoderConfig, patches: int, tower: bool, resampler: bool, aga
     v = c.vision
     if v is None:
         return 0.0
-    block = 10 * v.width + 3 * v.mlp_width  # norms' inputs and answers, q k v, q k turned, attention; the MLP's steps
+    block = 10 * v.width + 3 * v.mlp_width  # norms' inputs and outputs, q k v, q k turned, attention; the MLP's steps
     blocks = v.depth * v.width + block if again else v.depth * block
     values = float(patches * (blocks + v.width + v.patch_size)) if tower else 0.0
     if tower or resampler:

@@ -14,16 +14,16 @@ FREEZE_VISION, FREEZE_LM, FREEZE_RESAMPLER = "freeze_vision", "freeze_lm", "free
 
 def part_of(name: str) -> str:
     """tower, resampler, vision (the router and experts of vision tokens) or text: all else. ERNIEKit's cut."""
-    words = name.split(".")
-    if words[0] in ("tower", "resampler"):
-        return words[0]
+    parts = name.split(".")
+    if parts[0] in ("tower", "resampler"):
+        return parts[0]
     return "vision" if ".mlp.vision." in f".{name}" else "text"
 
 
-def freeze(model: nn.Module, words: Collection[str]) -> None:
-    """Weights of the parts that these words name are not trained; all others stay as they were."""
+def freeze(model: nn.Module, values: Collection[str]) -> None:
+    """Weights of the parts that these values of freeze_config name are not trained; all others stay as they were."""
     parts = {FREEZE_VISION: "tower", FREEZE_LM: "text", FREEZE_RESAMPLER: "resampler"}
-    frozen = {parts[word] for word in words}
+    frozen = {parts[value] for value in values}
     for name, param in model.named_parameters():
         if part_of(name) in frozen:
             param.requires_grad_(False)

@@ -1,7 +1,7 @@
 """AdamW with fp32 master weights and fp32 gradient accumulation whatever the parameters' dtype. For train/step.py.
 
 The update itself is torch's, or on an NVIDIA card kernels/adamw.py's; this file keeps masters, moments, names and the
-state's way to disk and back. storage.py says in what form they are stored, offload.py where they live between updates,
+state's way to disk and back. storage.py has the form they are stored in, offload.py where they are between updates,
 in_backward.py updates while gradients are still being computed.
 """
 
@@ -82,7 +82,7 @@ class AdamW:
         elif kind == "exact16":
             self.remainders[name] = self.home.room(value.shape, value.device, torch.int16).zero_()
         holder = self._summed[name] = Sum()
-        # Of the gradient alone: a hook that knew this object would keep both, and the parameter, alive for good.
+        # Holds the sum only: a hook with a reference to this object would keep both, and the parameter, alive for good.
         param.register_post_accumulate_grad_hook(lambda ready: _sum(ready, holder))
 
     @property
@@ -91,7 +91,7 @@ class AdamW:
 
     @property
     def bytes_a_weight(self) -> float:
-        """What a checkpoint holds of a trained weight beside the weight itself."""
+        """What a checkpoint holds of a trained weight besides the weight itself."""
         count = sum(own_memory(p.detach()).numel() for p in self.params.values())
         held = 0.0
         for name, param in self.params.items():
@@ -145,7 +145,7 @@ class AdamW:
             torch._foreach_mul_([own_memory(g) for g in self.gradients().values()], factor)
 
     def step(self, lr: float, good: torch.Tensor | None = None) -> None:
-        """good: where `fused` is there, a number on the device that says by 0 that nothing may change."""
+        """good: where `fused` is there, a number on the device; 0: nothing may change."""
         assert good is None or self.fused is not None
         grads = self.gradients() if self.fused is None else self._gathered()
         for group in self.groups:
@@ -255,7 +255,7 @@ class AdamW:
             self.home.expect(self._stored(name).values())
 
     def _stored(self, name: str) -> dict[str, torch.Tensor]:
-        """What an update reads and writes of a parameter beside the parameter itself, where it is kept."""
+        """What an update reads and writes of a parameter besides the parameter itself, where it is kept."""
         state = {key: tensor for key, tensor in self._state(name).items() if key != "step"}
         if name in self.remainders:
             state[REMAINDER] = self.remainders[name]
@@ -284,7 +284,7 @@ class AdamW:
         return self._states[name]
 
     def _kinds(self, name: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Name -> shape and dtype of what an update keeps of a parameter beside its master."""
+        """Name -> shape and dtype of what an update keeps of a parameter besides its master."""
         return self.storage.state_kinds(tuple(own_memory(self.params[name].detach()).shape), self.places[name])
 
     def zero_grad(self) -> None:

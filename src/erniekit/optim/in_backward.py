@@ -2,10 +2,10 @@
 more than a layer's gradients are ever held. For train/step.py (`update_in_backward`) and recipes/doctor.py.
 
 The norm of all gradients is known only when all updates are made, so gradients cannot be clipped by it. What stands in
-for it is the norm of the last sound step (a run's first step is computed twice, the first time for its norm alone), or
+for it is the norm of the last sound step (a run's first step is computed twice, the first time for its norm only), or
 each tensor's own.
 
-Where a gradient holds values that are not numbers, that tensor alone is left as it is; the step counts as a bad one.
+Where a gradient holds values that are not numbers, only that tensor is left as it is; the step counts as a bad one.
 Where the loss is not a number, nothing is changed.
 """
 
@@ -27,7 +27,7 @@ class BackwardUpdates:
     def __init__(self, optimizer: AdamW, limit: float, per_tensor: bool = False) -> None:
         """limit: max_grad_norm; 0 or less clips nothing. per_tensor: of each tensor's own norm."""
         self.optimizer, self.limit, self.per_tensor = optimizer, limit, per_tensor
-        self._lr: float | None = None  # None: no step is under way, and gradients are left alone
+        self._lr: float | None = None  # None: no step is under way, and gradients stay as they are
         self._sound = torch.ones(())
         self._norms: list[torch.Tensor] = []
         # In which order gradients were completed, in this step and the one before: states in host memory come ahead.
@@ -81,7 +81,7 @@ class BackwardUpdates:
         self.optimizer.update_one(name, self._lr, scale, judged.good, sound, self._next())
 
     def _next(self) -> list[str]:
-        """Parameters whose gradients will be complete next, as far as the step before tells."""
+        """Parameters whose gradients will be complete next, by the order of the step before."""
         at = len(self._order)
         if self._before[at - 1 : at] != self._order[-1:]:
             return []
@@ -103,7 +103,7 @@ def after_gradients(optimizer: AdamW, ready: Callable[[str], None]) -> list[Remo
 
 
 class Looked(NamedTuple):
-    """What is known of a gradient that is gone; on its device."""
+    """What is kept of a gradient that was freed; on its device."""
 
     any: torch.Tensor  # an element is not zero
     finite: torch.Tensor  # all are numbers

@@ -25,8 +25,8 @@ def load_moments(
     if any(f"{name}/{key}" not in stored for key in MOMENTS):
         return False
     block = next((b for b in BLOCKS if stored_name(name, SCALES[0], b) in stored), 0)
-    wanted = place.block if SCALES[0] in state else 0
-    if block == wanted:
+    block_size = place.block if SCALES[0] in state else 0
+    if block == block_size:
         for key, kept in state.items():
             if key != "step":
                 kept.copy_(stored[stored_name(name, key, block)])
@@ -35,12 +35,12 @@ def load_moments(
     if block:
         scales = moments8.Scales(*(stored[stored_name(name, key, block)] for key in SCALES))
         m, v = _decoded(m, v, scales, block, place.first_column % block)
-    if not wanted:
+    if not block_size:
         for key, value in zip(MOMENTS, (m, v)):
             state[key].copy_(value)
         return True
     drawn = draws(place, state["step"], m.shape[0], m.shape[1], 1).to(m.device)
-    *codes, scales = moments8.encode(m.float(), v.float(), drawn, wanted)
+    *codes, scales = moments8.encode(m.float(), v.float(), drawn, block_size)
     for key, value in zip((*MOMENTS, *SCALES), (*codes, *scales)):
         state[key].copy_(value)
     return True

@@ -19,7 +19,7 @@ _ALIGN = 512  # bytes
 
 
 class OnDevice:
-    """States stay beside their parameters: nothing is moved. Also what a test or another place derives from."""
+    """States stay on their parameters' device: nothing is moved. Also what a test or another place derives from."""
 
     one_by_one = False  # update one parameter at a time, so that the states of few are on the device
     ahead = 0  # parameters whose states are expected while one is updated
@@ -145,7 +145,7 @@ AHEAD = {False: 4, True: 1}  # parameters whose states are on their way: offload
 
 
 def states_home(offload: bool, one_by_one: bool, device: Device | None = None) -> OnDevice:
-    """From the two keys offload_optim and tensorwise_offload_optimizer; the second alone is enough."""
+    """From the two keys offload_optim and tensorwise_offload_optimizer; the second is enough."""
     if not offload and not one_by_one:
         return OnDevice()
     if device is not None and device.asynchronous and device.pins_memory:

@@ -1,6 +1,6 @@
 """Learning rate as a pure function of the step: nothing to save, nothing to drift. Called by train/step.py.
 
-`at` gives the values ERNIEKit's schedulers give at a scheduler step; `for_update` says which one an update uses.
+`at` gives the values ERNIEKit's schedulers give at a scheduler step; `for_update` gives the one an update uses.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class Schedule:
             return self.peak
         progress = min(1.0, (step - steady) / max(1, end - steady))
         if self.decay_function == "half_life":
-            left = (HALF_LIFE**progress - HALF_LIFE) / (1 - HALF_LIFE)
+            factor = (HALF_LIFE**progress - HALF_LIFE) / (1 - HALF_LIFE)
         else:
-            left = 1.0 - math.sqrt(progress)
-        return self.min_lr + (self.peak - self.min_lr) * left
+            factor = 1.0 - math.sqrt(progress)
+        return self.min_lr + (self.peak - self.min_lr) * factor
 
     def _polynomial(self, step: int, end: int) -> float:
         if step > end:
             return self.lr_end
-        left = 1.0 - (step - self.warmup_steps) / max(1, end - self.warmup_steps)
-        return (self.peak - self.lr_end) * left**self.power + self.lr_end
+        remaining = 1.0 - (step - self.warmup_steps) / max(1, end - self.warmup_steps)
+        return (self.peak - self.lr_end) * remaining**self.power + self.lr_end

@@ -1,6 +1,6 @@
 """How weights and moments are stored between updates: the choice, and the tensors it takes. Used by adamw.py.
 
-kernels/adamw.py says what is in these tensors; docs/optimiser-memory.md what each choice costs and loses.
+kernels/adamw.py describes these tensors; docs/optimiser-memory.md what each choice costs and loses.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WIDE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 @dataclass(frozen=True)
 class Storage:
     """moments: fp32, bf16 or 8bit. masters, of 16-bit weights: fp32 (a copy), exact16 (the 16 bits that the weight
-    lacks) or none (the weight alone, rounded by chance). fair: bf16 moments are rounded by chance, else to the nearest.
+    lacks) or none (only the weight, rounded by chance). fair: bf16 moments are rounded by chance, else to the nearest.
     seed: of what is drawn by position. places: where a rank's parts lie in whole tensors; one not listed is whole."""
 
     moments: str = "fp32"
@@ -50,7 +50,7 @@ class Storage:
         return self.moments == "8bit" and place.block > 0
 
     def state_kinds(self, shape: tuple[int, ...], place: TensorPart) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Name -> shape and dtype of what an update keeps of a parameter beside its master."""
+        """Name -> shape and dtype of what an update keeps of a parameter besides its master."""
         if not self.blocks(place):
             dtype = WIDE.get(self.moments, torch.float32)
             return {name: (shape, dtype) for name in MOMENTS}
@@ -59,5 +59,5 @@ class Storage:
 
 
 def stored_name(param: str, state: str, block: int) -> str:
-    """In a checkpoint. Scales tell how many columns each is of: `layers.0.w/exp_avg_scale#256`."""
+    """In a checkpoint. The name of scales has how many columns each is of: `layers.0.w/exp_avg_scale#256`."""
     return f"{param}/{state}#{block}" if state in SCALES else f"{param}/{state}"

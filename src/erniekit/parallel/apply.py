@@ -111,7 +111,7 @@ def parallelise(
             for choose in [m.choose_kernels for m in part.modules() if hasattr(m, "choose_kernels")]:
                 choose(device.handle)  # type: ignore[operator]
         if options.compile:
-            # Kernels that take packs as they are multiply 16-bit numbers, and ranks of a sequence have packs alone.
+            # Kernels that take packs as they are multiply 16-bit numbers, and ranks of a sequence have packs only.
             on_host = not device.triton or (world.layout.cp > 1 and compute == torch.float32)
             compile_layers(part, packs_on_host=on_host, shards_inside=world.layout.fsdp > 1)
         # Around what is compiled, inside what is computed again: brought once more for that.
@@ -124,7 +124,7 @@ def parallelise(
             part.run_layers = GraphedLayers(part, device, options.graphed)  # type: ignore[assignment]
     modules = [part for _, part in parts]
     averaged_over = apply_fsdp(modules, world, compute, options.offload)
-    # torch wants shards that live on the host to be born there.
+    # torch requires shards that live on the host to be created there.
     home = torch.device("cpu") if options.offload and world.layout.fsdp > 1 else device.handle
     with torch.no_grad():
         done: set[int] = set()

@@ -38,7 +38,7 @@ class Boundary(Protocol):
         ...
 
     def finish(self) -> None:
-        """Returns when everything that was sent is gone: at the end of a step."""
+        """Returns when everything that was sent has been received: at the end of a step."""
         ...
 
 
@@ -94,7 +94,7 @@ class DirectBoundary:
 class HostBoundary:
     """Ranks on unlike devices: bytes copied to the host, sent over gloo, copied to the device there.
 
-    Raw bytes, so that no side needs to know the other's number formats; pinned memory where the device has it."""
+    Raw bytes, so that no side depends on the other's number formats; pinned memory where the device has it."""
 
     def __init__(self, group: ProcessGroup, device: Device) -> None:
         self.group, self.device, self.sent = group, device, _Sent()
@@ -154,7 +154,7 @@ class IslandBoundary:
 
 
 def boundary_of(world: World, device: Device, group: ProcessGroup) -> Boundary:
-    """group: this rank's pipeline. All ranks must ask."""
+    """group: this rank's pipeline. All ranks must call it."""
     if world.islands is None:
         return DirectBoundary(group, device.handle)
     wires = world.islands.stage_wires(world.layout)

@@ -77,7 +77,7 @@ def scatter_sum_over(x: torch.Tensor, dim: int, group: str, ranks: int) -> torch
 
 
 class _CopyTo(torch.autograd.Function):
-    """Not an op: those answer with memory of their own."""
+    """Not an op: those return new memory."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: str) -> torch.Tensor:

@@ -33,7 +33,7 @@ def backend_of(group: ProcessGroup) -> str:
 def new_group(
     ranks: Sequence[int] | None = None, backend: str | None = None, timeout: timedelta | None = None
 ) -> ProcessGroup:
-    """All ranks must ask together, members or not. backend: of another kind than the default group's. A rehearsal
+    """All ranks must call it together, members or not. backend: of another kind than the default group's. A rehearsal
     rehearses every group, whatever would carry it."""
     backend = None if rehearsed(dist.group.WORLD) else backend
     group: ProcessGroup = dist.new_group(None if ranks is None else list(ranks), backend=backend, timeout=timeout)
@@ -104,9 +104,9 @@ def _global(place: int, group: ProcessGroup | None) -> int:
 
 def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
     """Every rank's value, on every rank."""
-    known: Any = group
+    recorder: Any = group
     if rehearsed(group):
-        known.note("all_gather_object")
+        recorder.note("all_gather_object")
         return [value] * size_of(group)
     out: list[Any] = [None] * size_of(group)
     dist.all_gather_object(out, value, group=group)
@@ -115,9 +115,9 @@ def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
 
 def broadcast_object(value: Any, source: int, group: ProcessGroup | None = None) -> Any:
     """The value of the rank at that place."""
-    known: Any = group
+    recorder: Any = group
     if rehearsed(group):
-        known.note("broadcast_object", root=source)
+        recorder.note("broadcast_object", root=source)
         return value
     box = [value]
     dist.broadcast_object_list(box, src=_global(source, group), group=group)

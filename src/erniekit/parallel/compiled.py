@@ -20,8 +20,8 @@ def compile_layers(part: nn.Module, packs_on_host: bool = False, shards_inside: 
     """Each decoder layer as a whole: they are alike, so one compilation serves them all.
 
     A module that waits for the host (`waits_for_host`) is left as it is, and what is around it becomes several graphs;
-    so does a layer with experts where shards_inside says that fully_shard gathers weights within it, and any layer
-    where packs_on_host says that no kernel takes packed documents as they are. In all others nothing may fall back to
+    so does a layer with experts where fully_shard gathers weights within it (shards_inside), and any layer
+    where no kernel takes packed documents as they are (packs_on_host). In all others nothing may fall back to
     Python.
     """
     import torch._dynamo.config  # seconds: only where something is compiled
@@ -70,7 +70,7 @@ def eager() -> Iterator[None]:
     global _eager
     before, _eager = _eager, True
     try:
-        # Where torch's compiler was never imported nothing is compiled, and asking it would import it.
+        # Where torch's compiler was never imported nothing is compiled, and calling it would import it.
         with torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext():
             yield
     finally:

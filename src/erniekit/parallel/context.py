@@ -95,7 +95,7 @@ def _pieces(batch: Any, rank: int, ranks: int) -> dict[str, Any]:
     else:
         keys, key_ends = batch.shared.index.cpu(), batch.shared.bounds.tolist()
     documents = list(zip(pairwise(ends), pairwise(key_ends)))
-    lengths, seen = [], []
+    lengths, visible = [], []
     for row in range(B):
         for chunk in chunks_of(rank, ranks):
             first = row * length + chunk * size
@@ -103,11 +103,11 @@ def _pieces(batch: Any, rank: int, ranks: int) -> dict[str, Any]:
                 low, high = max(start, first), min(end, first + size)
                 if low < high:
                     lengths.append(high - low)
-                    seen.append(keys[key_start : key_end - (end - high)])
-    key_lengths = [len(piece) for piece in seen]
+                    visible.append(keys[key_start : key_end - (end - high)])
+    key_lengths = [len(piece) for piece in visible]
     # Parts come joined: the place of every token among them.
     joined = torch.argsort(torch.cat([take(torch.arange(length)[None], r, ranks)[0] for r in range(ranks)]))
-    index = torch.cat(seen)
+    index = torch.cat(visible)
     index = index - index % length + joined[index % length]
     # A rank has two chunks of a row, and pieces of one document in both.
     copies = 2 * (1 if batch.shared is None else batch.shared.copies)

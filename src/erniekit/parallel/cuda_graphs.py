@@ -16,7 +16,7 @@ from erniekit.log import say
 from erniekit.parallel.compiled import is_eager
 
 KINDS = 2  # of batches of one length that are recorded: rows of one document and packs
-LAUNCHED = 2  # steps of a large model before it is recorded: they tell what its activations and its optimiser take
+LAUNCHED = 2  # steps of a large model before it is recorded: they measure what its activations and its optimiser take
 GIB = 1024**3
 
 
@@ -59,9 +59,9 @@ class GraphedLayers:
                 return result
             self.recorded[key] = self._record(x_BLH, ctx)
         stack = self.recorded[key]
-        out, *told = stack(x_BLH, *_inputs(ctx))
+        out, *records = stack(x_BLH, *_inputs(ctx))
         if ctx.record is not None:
-            ctx.record.update(stack.read(told))
+            ctx.record.update(stack.read(records))
         result = out
         return result
 
@@ -119,20 +119,24 @@ def _inputs(ctx: Any) -> list[torch.Tensor]:
 
 
 def _real(ctx: Any) -> torch.Tensor | None:
-    """Only who tells of itself looks at padding."""
+    """The mask of real tokens, which is read only where layers write records."""
     return None if ctx.record is None else ctx.real
 
 
 class _Stack(nn.Module):
-    """The layers as a function of tensors alone; what they tell of themselves follows their output, a tensor a name."""
+    """The layers as a function of tensors only; what they record follows their output, a tensor a name."""
 
     def __init__(self, layers: nn.ModuleList, ctx: Any) -> None:
         super().__init__()
         self.layers = layers
         self.like = ctx._replace(cos=None, sin=None, cu_seqlens=None, real=None, packs=None, members=None)
-        self.tells, self.packed, self.padded = ctx.record is not None, ctx.packs is not None, _real(ctx) is not None
+        self.writes_records, self.packed, self.padded = (
+            ctx.record is not None,
+            ctx.packs is not None,
+            _real(ctx) is not None,
+        )
         self.joined = ctx.members is not None
-        self.told: dict[str, list[tuple[int, int | None]]] = {}  # name -> (layer, its count where it has one)
+        self.record_layout: dict[str, list[tuple[int, int | None]]] = {}  # name -> (layer, its count where it has one)
         self.sizes = torch.zeros(3, dtype=torch.int64)
         if ctx.packs is not None:
             # A pack to come may have any documents: as many as there is room for, the longest as long as all.
@@ -147,21 +151,21 @@ class _Stack(nn.Module):
         sheets: list[dict[str, Any]] = []
         for layer in self.layers:
             sheets.append({})
-            x_BLH = layer(x_BLH, ctx._replace(record=sheets[-1]) if self.tells else ctx)
+            x_BLH = layer(x_BLH, ctx._replace(record=sheets[-1]) if self.writes_records else ctx)
         return x_BLH, *self._gathered(sheets)
 
     def _gathered(self, sheets: list[dict[str, Any]]) -> list[torch.Tensor]:
         values: dict[str, list[torch.Tensor]] = {}
-        self.told = {}
+        self.record_layout = {}
         for number, sheet in enumerate(sheets):
             for name, value in sheet.items():
                 tensor, count = value if isinstance(value, tuple) else (value, None)
-                self.told.setdefault(name, []).append((number, count))
+                self.record_layout.setdefault(name, []).append((number, count))
                 values.setdefault(name, []).append(tensor.detach())
-        return [torch.stack(values[name]) for name in self.told]
+        return [torch.stack(values[name]) for name in self.record_layout]
 
-    def read(self, told: list[torch.Tensor]) -> Iterator[tuple[tuple[str, int], Any]]:
+    def read(self, records: list[torch.Tensor]) -> Iterator[tuple[tuple[str, int], Any]]:
         """As the layers wrote it: a copy, for the next replay writes there again."""
-        for (name, places), stacked in zip(self.told.items(), told):
+        for (name, places), stacked in zip(self.record_layout.items(), records):
             for (number, count), tensor in zip(places, stacked.detach().clone()):
                 yield (name, number), tensor if count is None else (tensor, count)

@@ -1,4 +1,4 @@
-"""Engine: one model on one or many ranks behind four verbs: train on micro-batches, sum gradients, evaluate, answer.
+"""Engine: one model on one or many ranks behind four verbs: train on micro-batches, sum gradients, evaluate, infer.
 
 Built by apply.py; train/step.py, train/evaluate.py and the probe see only this, whatever the layout.
 """
@@ -45,7 +45,7 @@ class Engine:
         self.sync, self.averaged_over, self.pipeline = sync, averaged_over, pipeline
         self.dtype, self.one_document = dtype, one_document
         layout = world.layout
-        self.step_metrics: StepMetrics | None = None  # what a step tells beside its loss
+        self.step_metrics: StepMetrics | None = None  # numbers of a step besides its loss
         # How much of a router loss each micro-batch's rows stand for.
         self.router_share = torch.ones((), device=self.device)
         self.usage: dict[int, torch.Tensor] = {}  # layer -> how often each expert was chosen in this rank's step
@@ -53,7 +53,7 @@ class Engine:
         self.count_group = world.joined("dp", "fsdp")
         # Sequences are cut in cp x 2 chunks and those in tp slices.
         self.length_multiple = layout.length_multiple
-        self._copies: Any = None  # a stream beside the one that computes
+        self._copies: Any = None  # a second stream, for copies
         # Called with a micro-batch's loss before its backward pass, where updates are made inside that.
         self.saw_loss: Callable[[torch.Tensor], None] = lambda loss: None
 
@@ -109,7 +109,7 @@ class Engine:
             total = torch.zeros((), device=self.device)
             for k, (batch, share) in enumerate(zip(mine, shares)):
                 sync_gradients(self.parts, k == len(mine) - 1, self.world)
-                if self.hardware.scales_in_loss:  # told before, the head forms its gradients once and for all
+                if self.hardware.scales_in_loss:  # with the scale in the loss, the head forms its gradients once
                     loss = self.loss(self.model, batch, scale=self.averaged_over / share)
                     self.saw_loss(loss)
                     loss.backward()
@@ -134,10 +134,10 @@ class Engine:
 
     def forget_records(self) -> None:
         """Of a pass that was only a rehearsal."""
-        self.told()
+        self.metric_means()
         self.usage.clear()
 
-    def told(self) -> torch.Tensor:
+    def metric_means(self) -> torch.Tensor:
         """The step metrics' means over all ranks, in the order of their names."""
         if self.step_metrics is None:
             return torch.zeros(0, device=self.device)
@@ -195,7 +195,8 @@ class Engine:
 
     @torch.no_grad()
     def answer(self, batch: Any) -> torch.Tensor:
-        """A batch's logits [B, L, V] on every rank; all ranks must ask. L must be a multiple of `length_multiple`."""
+        """A batch's logits [B, L, V] on every rank; all ranks must call it. L must be a multiple of
+        `length_multiple`."""
         layout = self.world.layout
         mine = self._mine(batch)
         if self.pipeline is None:

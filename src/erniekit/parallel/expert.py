@@ -1,4 +1,4 @@
-"""Expert parallelism: how tokens reach experts on other ranks and answers come back, in the place of MoE.exchange.
+"""Expert parallelism: how tokens reach experts on other ranks and outputs come back, in the place of MoE.exchange.
 The experts themselves run the same op wherever they are.
 
 Called by apply.py on a model whose weights have no memory yet. T tokens, K choices of each, R rows (a token for one of
@@ -24,13 +24,13 @@ from erniekit.parallel.sharding import Sharding
 from erniekit.parallel.tensor import local_like
 
 
-def dispatch_of(words: str) -> str:
-    """From ERNIEKit's key, whose words also say things that are always so here (nothing is padded)."""
-    return "all_to_all" if not words or "alltoall" in words else "all_gather"
+def dispatch_of(value: str) -> str:
+    """From the value of ERNIEKit's key, which also has parts that are always so here (nothing is padded)."""
+    return "all_to_all" if not value or "alltoall" in value else "all_gather"
 
 
 def apply_expert_parallel(model: nn.Module, sharding: Sharding, world: World, dispatch: str) -> None:
-    """Each rank keeps its experts' weights; tokens and answers travel. All ranks must call it: groups are made here."""
+    """Each rank keeps its experts' weights; tokens and outputs travel. All ranks must call it: groups are made here."""
     layout = world.layout
     if not any(sharding.is_expert(name) for name in sharding.names()):
         return
@@ -91,7 +91,7 @@ def _size(span: Range) -> int:
 
 
 class Everyone(nn.Module):
-    """Every rank of the group gets the tokens of all and answers what it can of each; the answers are summed.
+    """Every rank of the group gets the tokens of all and computes its experts' part of each; the parts are summed.
 
     tokens: "copies" (all have the same ones), "slices" (each its own, equally many), "any" (each its own).
     """
@@ -140,7 +140,7 @@ class SomeHere(nn.Module):
 
 
 class AllToAll(nn.Module):
-    """Each row goes to the rank that has its expert together with its weight, and its weighed answer comes back."""
+    """Each row goes to the rank that has its expert together with its weight, and the weighted output comes back."""
 
     waits_for_host = True
 
@@ -159,8 +159,8 @@ class AllToAll(nn.Module):
         rows = _Travel.apply(gather(x_TH, order, k), sent, got, self.group)
         weights = _Travel.apply(weights_of_rows(routing.weights, order), sent, got, self.group)
         come = _by_expert_from_ranks(table[:, first:last], sum(got))
-        answers = _Travel.apply(experts(rows, come, weights), got, sent, self.group)
-        return combine(answers, order, k)
+        outputs = _Travel.apply(experts(rows, come, weights), got, sent, self.group)
+        return combine(outputs, order, k)
 
     @torch.no_grad()
     def _table(self, ids: torch.Tensor, experts: int) -> torch.Tensor:
@@ -169,13 +169,13 @@ class AllToAll(nn.Module):
 
 
 def _by_expert_from_ranks(table: torch.Tensor, rows: int) -> Order:
-    """Rows come rank by rank, each rank's by expert; experts want theirs together. table: [ranks, experts here]."""
+    """Rows come rank by rank, each rank's by expert; they are grouped by expert. table: [ranks, experts here]."""
     cells = table.reshape(-1)
     come = cells.cumsum(0) - cells  # where each cell's rows begin as they come, and where among all of their expert
     by_expert = table.t().reshape(-1)
-    wanted = (by_expert.cumsum(0) - by_expert).view(table.shape[1], -1).t().reshape(-1)
+    target = (by_expert.cumsum(0) - by_expert).view(table.shape[1], -1).t().reshape(-1)
     place = torch.arange(rows, device=table.device)
-    place_of = place + (wanted - come).repeat_interleave(cells, output_size=rows)
+    place_of = place + (target - come).repeat_interleave(cells, output_size=rows)
     row_of = torch.empty_like(place_of).scatter_(0, place_of, place)
     return Order(row_of, place_of, table.sum(0).cumsum(0).to(torch.int32))
 

@@ -1,6 +1,6 @@
 """After backward, before the update: every rank's gradients become those of the whole batch, and their one norm.
 
-Called by train/step.py through engine.py. What fsdp has reduced on the way is left alone.
+Called by train/step.py through engine.py. What fsdp has reduced already is not touched.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class GradientSync:
         return sum(b - a for a, b in ranges) > self.sharding.shape(name)[0]
 
     def _any_repeated(self) -> bool:
-        """The same answer on every rank, whichever layers it holds: groups are made together."""
+        """The same on every rank, whichever layers it holds: groups are made together."""
         return self.world.layout.tp > 1 and any(self._repeated(n) for n in self.sharding.names())
 
     def reduce(self, grads: Mapping[str, torch.Tensor]) -> None:

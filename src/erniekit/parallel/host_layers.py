@@ -1,7 +1,7 @@
 """Frozen packed weights of some layers in host memory, brought to the device ahead of use. Called by apply.py.
 
-The device has two rooms that take turns: while a layer computes from one, the weights of the next are copied into the
-other, beside the computation. Such layers are computed again in the backward pass, so that nothing in a room is needed
+The device has two buffers that take turns: while a layer computes from one, the weights of the next are copied into the
+other at the same time. Such layers are computed again in the backward pass, so that nothing in a buffer is needed
 any more once another layer's turn has come.
 """
 
@@ -16,7 +16,7 @@ from torch import nn
 from erniekit.devices.base import Device
 from erniekit.parallel.packed_bytes import PackedTensor, after, seen_in
 
-BLOCK = 1 << 26  # bytes of host memory at a time: torch pins powers of two, whatever it is asked for
+BLOCK = 1 << 26  # bytes of host memory at a time: torch pins powers of two, whatever the request
 
 
 class HostLayers:
@@ -30,8 +30,8 @@ class HostLayers:
         self.tensors: dict[int, list[PackedTensor]] = {}
         self.blocks: dict[int, list[torch.Tensor]] = {}  # a layer's bytes in host memory
         self.copies = 0  # of whole layers to the device
-        self._rooms: list[torch.Tensor] = []
-        self._held: list[int | None] = [None, None]  # the layer whose weights are in each room, or on their way there
+        self._buffers: list[torch.Tensor] = []
+        self._layer_in: list[int | None] = [None, None]  # the layer whose weights are in each buffer, or on the way
         self._last: int | None = None
         self._stream: Any = device.stream() if device.asynchronous and self.layers else None
         for number, layer in self.layers.items():
@@ -72,9 +72,9 @@ class HostLayers:
 
     def _brought(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
-            room = self._bring(number)
+            buffer = self._bring(number)
             for tensor in self.tensors[number]:
-                tensor.show(seen_in(self._rooms[room], tensor))
+                tensor.show(seen_in(self._buffers[buffer], tensor))
             try:
                 return forward(*args)
             finally:  # whoever reads them at another time would read another layer's
@@ -84,22 +84,22 @@ class HostLayers:
         return run
 
     def _bring(self, number: int) -> int:
-        """The room that has the layer's weights; those of the layer that should be next are on their way after it."""
-        if not self._rooms:
+        """The buffer that has the layer's weights; those of the layer that should be next are on their way after it."""
+        if not self._buffers:
             size = max(sum(b.numel() for b in blocks) for blocks in self.blocks.values())
-            self._rooms = [torch.empty(size, dtype=torch.uint8, device=self.device.handle) for _ in range(2)]
-        if number not in self._held:
-            self._copy(number, 0 if self._last is None else 1 - self._room_of(self._last))
+            self._buffers = [torch.empty(size, dtype=torch.uint8, device=self.device.handle) for _ in range(2)]
+        if number not in self._layer_in:
+            self._copy(number, 0 if self._last is None else 1 - self._buffer_of(self._last))
         if self._stream is not None:
             self.device.current_stream().wait_stream(self._stream)
-        room, after = self._room_of(number), self.following(number)
+        buffer, after = self._buffer_of(number), self.following(number)
         self._last = number
-        if after is not None and after not in self._held:
-            self._copy(after, 1 - room)
-        return room
+        if after is not None and after not in self._layer_in:
+            self._copy(after, 1 - buffer)
+        return buffer
 
-    def _room_of(self, number: int) -> int:
-        return self._held.index(number)
+    def _buffer_of(self, number: int) -> int:
+        return self._layer_in.index(number)
 
     def following(self, number: int) -> int | None:
         """Layers come in order, and in backward the other way round; the last one twice in a row."""
@@ -110,20 +110,20 @@ class HostLayers:
                 return self.order[place]
         return None
 
-    def _copy(self, number: int, room: int) -> None:
-        """Behind all that was launched so far: the layer whose weights are in the room is done with them."""
-        self._held[room] = number
+    def _copy(self, number: int, buffer: int) -> None:
+        """Behind all that was launched so far: the layer whose weights are in the buffer is done with them."""
+        self._layer_in[buffer] = number
         self.copies += 1
         if self._stream is None:
-            self._fill(number, room)
+            self._fill(number, buffer)
             return
         self._stream.wait_stream(self.device.current_stream())
         with self.device.on_stream(self._stream):
-            self._fill(number, room)
+            self._fill(number, buffer)
 
     @torch.no_grad()
-    def _fill(self, number: int, room: int) -> None:
+    def _fill(self, number: int, buffer: int) -> None:
         start = 0
         for block in self.blocks[number]:
-            self._rooms[room][start : start + block.numel()].copy_(block, non_blocking=True)
+            self._buffers[buffer][start : start + block.numel()].copy_(block, non_blocking=True)
             start += block.numel()

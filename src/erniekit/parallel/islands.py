@@ -18,8 +18,8 @@ ACROSS = "gloo"  # of groups that reach over several islands
 
 @dataclass(frozen=True)
 class Islands:
-    wires: tuple[str, ...]  # of each rank: what its collective library can talk to
-    backends: tuple[str, ...]  # of each rank, in torch.distributed's words
+    wires: tuple[str, ...]  # of each rank: what its collective library can connect to
+    backends: tuple[str, ...]  # of each rank, as torch.distributed names it
 
     def alike(self, ranks: Sequence[int]) -> bool:
         return len({self.wires[rank] for rank in ranks}) == 1

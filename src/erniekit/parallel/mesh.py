@@ -129,15 +129,16 @@ class Layout:
 
 
 def fit(world: int, layout: Layout) -> Layout:
-    """The layout with data parallelism taking what is left of the world; says what would fit when it does not."""
+    """The layout with data parallelism taking what is left of the world; raises with what would fit when it does
+    not."""
     fixed = layout.pp * layout.fsdp * layout.cp * layout.tp
     if fixed <= world and world % fixed == 0 and layout.dp in (1, world // fixed):
         return _with_experts(replace(layout, dp=world // fixed))
-    asked = " x ".join(f"{USER_WORDS[a]}={getattr(layout, a)}" for a in AXES if getattr(layout, a) > 1)
+    degrees = " x ".join(f"{USER_WORDS[a]}={getattr(layout, a)}" for a in AXES if getattr(layout, a) > 1)
     near = [n for n in range(max(1, world // 2), 2 * max(world, fixed) + 1) if n % (fixed * layout.dp) == 0][:3]
     smaller = _divisors_that_fit(world, layout)
     raise PlanError(
-        f"{asked} needs a multiple of {fixed * layout.dp} ranks; there are {world}",
+        f"{degrees} needs a multiple of {fixed * layout.dp} ranks; there are {world}",
         where=", ".join(USER_WORDS[a] for a in AXES if getattr(layout, a) > 1),
         fix=f"start {' or '.join(map(str, near))} ranks, or on {world}: {'; '.join(smaller)}",
     )
@@ -164,7 +165,7 @@ def _with_experts(layout: Layout) -> Layout:
 
 
 def _divisors_that_fit(world: int, layout: Layout) -> list[str]:
-    """Up to three layouts of this world nearest to what was asked: the same axes, smaller degrees."""
+    """Up to three layouts of this world nearest to the requested one: the same axes, smaller degrees."""
     options = []
     for tp in (d for d in range(layout.tp, 0, -1) if world % d == 0):
         for pp in (d for d in range(layout.pp, 0, -1) if (world // tp) % d == 0):
@@ -184,7 +185,7 @@ class World:
         device_type: str = "cpu",
         islands: Islands | None = None,
     ) -> None:
-        """islands: of a job on unlike devices; the default group then carries tensors of the host alone."""
+        """islands: of a job on unlike devices; the default group then carries tensors of the host only."""
         self.layout, self.islands = layout or Layout(), islands
         self.rank, self.size, self.device_type = rank, self.layout.size, device_type
         self.at = self.layout.coords(rank)
@@ -207,7 +208,7 @@ class World:
         return self.new_host_group()
 
     def new_host_group(self) -> ProcessGroup | None:
-        """Another such group, for work beside the training; all ranks must ask together."""
+        """Another such group, for work parallel to the training; all ranks must call it together."""
         if self.size == 1:
             return None
         from erniekit.parallel import comm
@@ -222,11 +223,12 @@ class World:
 
     @cached_property
     def _axis_groups(self) -> dict[str, ProcessGroup | None]:
-        """Where a mesh cannot make them, as it has one backend for all; of all axes at once, as all ranks must ask."""
+        """Where a mesh cannot make them, as it has one backend for all; of all axes at once, as all ranks must call
+        it."""
         return {axis: self.joined(axis) for axis in AXES}
 
     def island_group(self) -> ProcessGroup | None:
-        """Pipeline ranks of one column that share an island; None where there is no other. All ranks must ask."""
+        """Pipeline ranks of one column that share an island; None where there is no other. All ranks must call it."""
         assert self.islands is not None
         wires = self.islands.wires
         mine = self._parted(lambda rank: (wires[rank], *(v for a, v in self.layout.coords(rank).items() if a != "pp")))
@@ -235,8 +237,8 @@ class World:
     def joined(self, *axes: str, only: tuple[int, ...] = ()) -> ProcessGroup | None:
         """The ranks that differ from this one in `axes` only; None where there is no other.
 
-        only: for one axis, just these coordinates along it. Every rank makes every group, in one order: that is what
-        new_group asks for. So all ranks must call this with the same words.
+        only: for one axis, just these coordinates along it. Every rank makes every group, in one order, as
+        new_group requires. So all ranks must call this with the same arguments.
         """
         if prod(getattr(self.layout, a) for a in axes) == 1:
             return None
@@ -259,20 +261,20 @@ class World:
         return mine
 
     def _parts(self, key: Callable[[int], Hashable]) -> list[list[int]]:
-        seen: dict[Hashable, list[int]] = {}
+        parts: dict[Hashable, list[int]] = {}
         for rank in range(self.size):
-            seen.setdefault(key(rank), []).append(rank)
-        seen.pop(None, None)
-        return list(seen.values())
+            parts.setdefault(key(rank), []).append(rank)
+        parts.pop(None, None)
+        return list(parts.values())
 
     def expert_group(self) -> ProcessGroup | None:
-        """The ranks that together hold every expert once; all ranks must ask."""
+        """The ranks that together hold every expert once; all ranks must call it."""
         if self.layout.experts_over == "tp":
             return self.group("tp")
         return self._parted(self._expert_key("copy")) if self.layout.experts_over_data else None
 
     def copies_group(self) -> ProcessGroup | None:
-        """Those with the same experts, where they are spread over data ranks; all ranks must ask."""
+        """Those with the same experts, where they are spread over data ranks; all ranks must call it."""
         one = not self.layout.experts_over_data or self.layout.expert_copies == 1
         return None if one else self._parted(self._expert_key("place"))
 

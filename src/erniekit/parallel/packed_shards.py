@@ -1,8 +1,8 @@
 """Frozen packed weights in pieces over the ranks, under sharding stage 3. Called by apply.py.
 
-The packed tensors of a layer lie end to end in one parameter beside its other weights, and fully_shard cuts it, gathers
-it before use and frees it after, as it does with those. A rank's piece may begin inside a row or a scale: nothing is
-computed from a piece. Experts that are dealt to other ranks have such a parameter of their own.
+The packed tensors of a layer lie end to end in one parameter next to its other weights, and fully_shard cuts it,
+gathers it before use and frees it after, as it does with those. A rank's piece may begin inside a row or a scale:
+nothing is computed from a piece. Experts that are dealt to other ranks have such a parameter of their own.
 """
 
 from __future__ import annotations
@@ -133,7 +133,8 @@ class _Unit:
 
 
 def _packed_like(holder: Any, compute: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
-    """What the holder's weight will be packed into, without memory: rows are packed each by itself, so one tells."""
+    """What the holder's weight will be packed into, without memory: rows are packed each by itself, so one is
+    enough."""
     rows, width = holder.held_shape
     one = kind_named(holder.kind).pack(torch.zeros(1, width, dtype=compute, device=device))
     found = {slot: getattr(one, slot) for slot in SLOTS}

@@ -1,7 +1,7 @@
 """A vision tower whose weights are whole on every tensor-parallel rank: pictures are dealt out by cost, and each rank
 gets the features of all. Called by tensor.py. V vision tokens, H hidden.
 
-Which rank computes which picture follows from the grids alone, so no rank asks another and none waits for the device.
+Which rank computes which picture follows from the grids only, so there is no communication and no wait for the device.
 """
 
 from __future__ import annotations

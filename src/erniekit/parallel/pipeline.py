@@ -152,8 +152,8 @@ class _Step:
         elif kind in (BACKWARD, INPUT):
             self.backward(stage, m, apart=kind == INPUT and self.pipeline.splits)
         elif kind == WEIGHT:
-            if (left := self.waiting.pop((stage, m), None)) is not None:
-                left.run()
+            if (pending := self.waiting.pop((stage, m), None)) is not None:
+                pending.run()
         elif kind in (SEND_ACTIVATION, SEND_GRADIENT):
             self.pipeline.boundary.send(self.given.pop(action), action.peer.stage % self.pipeline.ranks)
         else:

@@ -81,7 +81,7 @@ def simulate(
     transfer: Sequence[float] | float = 0.0,
     blocking: bool = False,
 ) -> Timeline:
-    """orders: of each rank; computations alone will do where transfers do not block. transfer: seconds from stage s to
+    """orders: of each rank; computations are enough where transfers do not block. transfer: seconds from stage s to
     the next, or back. blocking: every send waits for its receive, and all that is sent must be received. Raises
     ScheduleStops where it does not end."""
     count = 1 + max(action.stage for order in orders for action in order)
@@ -90,12 +90,12 @@ def simulate(
     while any(run.left(rank) for rank in range(len(orders))):
         # A list, as any() of a generator would stop at the first rank that advances: all do, in every round.
         if not any([run.advance(rank) for rank in range(len(orders))]):
-            stuck = [f"rank {r} at {_said(order[run.at[r]])}" for r, order in enumerate(orders) if run.left(r)]
+            stuck = [f"rank {r} at {_action_text(order[run.at[r]])}" for r, order in enumerate(orders) if run.left(r)]
             raise ScheduleStops(f"the schedule stops: {'; '.join(stuck)}")
     return Timeline(tuple(map(tuple, run.spans)))
 
 
-def _said(action: Action) -> str:
+def _action_text(action: Action) -> str:
     return f"{action.kind} of stage {action.stage}, micro-batch {action.micro_batch}"
 
 
@@ -140,7 +140,7 @@ class _Run:
             return False
         sent = action if action.kind in SENDS else peer
         if self._produced(sent) is None:
-            raise ScheduleStops(f"{_said(sent)} comes before it is computed")
+            raise ScheduleStops(f"{_action_text(sent)} comes before it is computed")
         start = max(self.clock[rank], self.clock[there])
         seconds = self.gaps[min(action.stage, peer.stage)]
         for end, one in ((rank, action), (there, peer)):

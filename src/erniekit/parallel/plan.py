@@ -1,4 +1,4 @@
-"""The sharding vocabulary a model's PLAN is written in, and what each word cuts. Tables only: no torch, no ranks.
+"""The sharding rules a model's PLAN is written in, and what each rule cuts. Tables only: no torch, no ranks.
 
 models/*.py declare PLAN; sharding.py turns it into boxes, tensor.py into local weights and collectives.
 """

@@ -62,8 +62,8 @@ def _again(function: Callable[..., Any], inputs: HostInputs | None) -> Callable[
 
 
 class HostInputs:
-    """Tensors kept in pinned host memory from forward to backward. The copies run beside the computation; a tensor is
-    let go once its copy has ended, so that no more than IN_FLIGHT of them take device memory. Those of the CPU stay.
+    """Tensors kept in pinned host memory from forward to backward. The copies run parallel to the computation; a tensor
+    is let go once its copy has ended, so that no more than IN_FLIGHT of them take device memory. Those of the CPU stay.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Sums over ranks that may be on unlike devices: through host memory where the group's library knows no device.
+"""Sums over ranks that may be on unlike devices: through host memory where the group's library supports no device.
 
 Called for the few numbers that all ranks of a job share (losses, norms, loads), and for tied weights.
 """
@@ -12,7 +12,7 @@ from erniekit.parallel import comm
 
 
 def on_host(group: ProcessGroup) -> bool:
-    """Whether a group carries tensors of the host alone."""
+    """Whether a group carries tensors of the host only."""
     return comm.backend_of(group) == "gloo"
 
 

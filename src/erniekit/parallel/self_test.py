@@ -2,7 +2,7 @@
 of a few numbers whose results are known. Called once by recipes/run_plan.py, after the ranks have met.
 
 A build of torch or a vendor's library may lack a collective, or compute something else without an error: torch 2.7
-and 2.8 hand fully_shard's gradients on as sums over gloo where the mean was asked for. What is wrong is refused by
+and 2.8 hand fully_shard's gradients on as sums over gloo where the mean was requested. What is wrong is refused by
 name, on every rank, before the first step.
 """
 
@@ -41,7 +41,7 @@ def check_collectives(
     for key, what, test in _tests(world, device.handle, compute, torch_schedules):
         try:
             problem = test()
-        except Exception as error:  # "not supported", a time-out, a lost peer: the backend's own words
+        except Exception as error:  # "not supported", a time-out, a lost peer: the backend's own message
             problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
         found = world.gather(problem)
         wrong = [f"rank {rank}: {each}" for rank, each in enumerate(found) if each is not None]
@@ -67,8 +67,8 @@ def _tests(
         if axis in ("tp", "cp"):
             yield key, "all_gather", lambda g=group, on=on: _gather(g, on)  # type: ignore[misc]
         if axis == "cp" or (axis == "tp" and layout.sequence_parallel):
-            word = key if axis == "cp" else "sequence_parallel"
-            yield word, "reduce_scatter", lambda g=group, on=on: _scatter(g, on)  # type: ignore[misc]
+            scatter_key = key if axis == "cp" else "sequence_parallel"
+            yield scatter_key, "reduce_scatter", lambda g=group, on=on: _scatter(g, on)  # type: ignore[misc]
         if axis == "pp":
             yield key, "send and receive", lambda g=group, on=on: _neighbours(g, on)  # type: ignore[misc]
             yield key, "broadcast", lambda g=group, on=on: _broadcast(g, on)  # type: ignore[misc]
@@ -81,22 +81,22 @@ def _tests(
 
 
 def _carried_on(world: World, group: ProcessGroup, own: torch.device) -> torch.device:
-    """Between islands of unlike devices: tensors of the host alone."""
+    """Between islands of unlike devices: tensors of the host only."""
     if world.islands is None or world.islands.backend(dist.get_process_group_ranks(group)) != ACROSS:
         return own
     return torch.device("cpu")
 
 
 def _numbers(rank: int, on: torch.device) -> torch.Tensor:
-    """Four that say whose they are."""
+    """Four that identify the rank."""
     return torch.arange(4, dtype=torch.float32, device=on) + 10 * rank
 
 
-def _differs(found: torch.Tensor, wanted: torch.Tensor) -> str | None:
-    found, wanted = found.detach().float().cpu(), wanted.detach().float().cpu()
-    if found.shape == wanted.shape and torch.allclose(found, wanted, rtol=ROUNDING):
+def _differs(found: torch.Tensor, expected: torch.Tensor) -> str | None:
+    found, expected = found.detach().float().cpu(), expected.detach().float().cpu()
+    if found.shape == expected.shape and torch.allclose(found, expected, rtol=ROUNDING):
         return None
-    return f"{found.flatten()[:4].tolist()} came where {wanted.flatten()[:4].tolist()} should"
+    return f"{found.flatten()[:4].tolist()} came where {expected.flatten()[:4].tolist()} should"
 
 
 def _all(group: ProcessGroup, on: torch.device) -> list[torch.Tensor]:
@@ -148,7 +148,7 @@ def _neighbours(group: ProcessGroup, on: torch.device) -> str | None:
 
 
 def _schedule(on: torch.device) -> str | None:
-    """Not tried: it would hang. torch 2.7's schedules wait for the last of several messages alone; NCCL has one for
+    """Not tried: it would hang. torch 2.7's schedules wait only for the last of several messages; NCCL has one for
     all of them, gloo one for each."""
     major, minor = (int(number) for number in torch.__version__.split(".")[:2])
     old = on.type == "cpu" and (major, minor) < (2, 8)
@@ -191,6 +191,6 @@ def _sharded_mean(world: World, on: torch.device, compute: torch.dtype) -> str |
     for _ in range(2):
         model(_numbers(mine, on)[None].to(compute)).float().sum().backward()
     grad: Any = model.inner.weight.grad
-    wanted = 2 * torch.stack([_numbers(rank, on) for rank in range(ranks)]).mean(0)
+    expected = 2 * torch.stack([_numbers(rank, on) for rank in range(ranks)]).mean(0)
     whole = grad.full_tensor()
-    return _differs(whole, wanted.expand_as(whole))
+    return _differs(whole, expected.expand_as(whole))

@@ -1,6 +1,6 @@
 """Sharding: which part of every tensor each rank holds, as pure data. The one source for training, loading and saving.
 
-Computed from the model's plan and the layout; no rank needs to ask another. See plan.py for the words.
+Computed from the model's plan and the layout; without communication. See plan.py for the rules.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from erniekit.parallel.plan import HeadShare, Plan, Range, Rule, head_share, rul
 
 Shape = tuple[int, ...]
 
-FRONT = ("tower.", "resampler.")  # weights in front of the layers, on the first stage beside the embedding
+FRONT = ("tower.", "resampler.")  # weights in front of the layers, on the first stage with the embedding
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Heads:
-    """What the plan must know of the attention: counts only."""
+    """What the plan needs of the attention: counts only."""
 
     num_heads: int
     num_kv_heads: int
@@ -76,7 +76,7 @@ class Sharding:
     def shape(self, name: str) -> Shape:
         return self.shapes[name]
 
-    # --- pipeline: who has a layer ---
+    # --- pipeline: which stage has a layer ---
 
     def stages(self) -> list[range]:
         """The layers of each stage, in order; a rank has every pp-th of them."""
@@ -139,8 +139,8 @@ class Sharding:
         """`<linear>.lora.<part | shared>.<A | B>`: B follows its linear's rows, A its columns; the other is whole.
         A0 and B0, what those began as, are cut as they are."""
         module, _, rest = name.partition(".lora.")
-        part, word = rest.rsplit(".", 1)
-        side = word[0]
+        part, matrix = rest.rsplit(".", 1)
+        side = matrix[0]
         rule, shape = self._rules[name], self.shapes[name]
         if not rule.splits_output:
             if rule.is_whole or side == "B":

@@ -1,8 +1,8 @@
 """A backward pass in two: first the gradient of a stage's input, later those of its weights. Called by pipeline.py.
 
-The spine is what lies between the input and the output in autograd's graph. A weight that one node of it alone reads
+The spine is what lies between the input and the output in autograd's graph. A weight that only one node of it reads
 waits: its gradient is that node's, computed again from what arrived there. Nodes are run a second time for it, which
-torch's own do for the outputs asked for alone; Python functions, and weights that several nodes read (a tied head, a
+torch's own do only for the requested outputs; Python functions, and weights that several nodes read (a tied head, a
 router that also has a loss), are done with the input.
 """
 
@@ -44,8 +44,8 @@ def backward_of_input(
     top = output.grad_fn
     assert top is not None
     later, now = _divided(top, get_gradient_edge(x).node, trained)
-    left = Waiting(later)
-    handles = [node.register_prehook(_keep(left.arrived, node)) for node in later]
+    waiting = Waiting(later)
+    handles = [node.register_prehook(_keep(waiting.arrived, node)) for node in later]
     found = torch.autograd.grad(
         [output], [x, *now], None if grad is None else [grad], retain_graph=True, allow_unused=True
     )
@@ -53,7 +53,7 @@ def backward_of_input(
         handle.remove()
     for param, each in zip(now, found[1:]):
         _add(param, each)
-    return found[0], left
+    return found[0], waiting
 
 
 def _keep(arrived: dict[Node, tuple[Any, ...]], node: Node) -> Any:
@@ -76,7 +76,7 @@ def _divided(
     readers: dict[Node, list[Node]] = {leaf: [] for leaf in leaf_of}
     for node in below:
         if node in spine and node is not bottom:
-            for leaf in _beside(node, spine) & leaf_of.keys():
+            for leaf in _off_spine(node, spine) & leaf_of.keys():
                 readers[leaf].append(node)
     reached = set(below)
     later: dict[Node, list[torch.nn.Parameter]] = {}
@@ -109,7 +109,7 @@ def _order(top: Node) -> list[Node]:
     return out
 
 
-def _beside(node: Node, spine: set[Node]) -> set[Node]:
+def _off_spine(node: Node, spine: set[Node]) -> set[Node]:
     """What a node of the spine leads to without another one between."""
     found: set[Node] = set()
     todo = [child for child in _children(node) if child not in spine]

@@ -1,4 +1,4 @@
-"""StepMetrics: numbers of a step beside its loss (rewards, router losses), summed on the device and over the ranks.
+"""StepMetrics: numbers of a step besides its loss (rewards, router losses), summed on the device and over the ranks.
 
 Losses add to it, engine.py reduces it once a step. The names are fixed, so that ranks with different layers agree.
 """

@@ -131,7 +131,7 @@ def _leave_summed(module: nn.Module, base: nn.Linear, group: ProcessGroup, sp: b
 
 
 def _work_on_slices(model: nn.Module, tp: int, ranks: int) -> None:
-    """What finds its tokens by their places in a row must know which slice of it is here."""
+    """Modules that find their tokens by the places in a row get which slice of it is here."""
     for layer in model.blocks():  # type: ignore[operator]
         if hasattr(layer.mlp, "piece"):
             layer.mlp.piece = (tp, ranks)

@@ -1,6 +1,6 @@
 """The same pipeline by torch's own schedules, to compare with: `pp_runner: torch`, and the oracle of the tests.
 
-torch's stages find their batch by counting forward calls. Imported only when asked for: it takes seconds.
+torch's stages find their batch by counting forward calls. Imported only when used: it takes seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from erniekit.parallel.world import check_schedule
 
 
 class LayerStage(PipelineStage):
-    """torch's stage, for what it does not know: a model that fully_shard has spread, and fp32 sums of gradients."""
+    """torch's stage, for what it does not support: a model that fully_shard has spread, and fp32 sums of gradients."""
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
@@ -68,7 +68,7 @@ class TorchPipeline(Pipeline):
     ) -> None:
         super().__init__(parts, world, boundary, device, loss, name)
         check_schedule(name, self.world.layout, any(stage.part.mtp_weight for stage in self.modules.values()), "torch")
-        self.group, self.asked = group, name
+        self.group, self.schedule_name = group, name
         self.queued = {number: QueuedStage(stage) for number, stage in self.modules.items()}
         self._built: dict[tuple[int, ...], Any] = {}
         self._factors: Sequence[float] = []
@@ -111,7 +111,7 @@ class TorchPipeline(Pipeline):
 
     def _choose(self, stages: list[Any], micro_batches: int) -> Any:
         options: dict[str, Any] = dict(loss_fn=self._loss_of, scale_grads=False)
-        name = self.asked
+        name = self.schedule_name
         if name == "auto":
             name = "interleaved" if len(stages) > 1 else "1f1b" if micro_batches >= self.count else "gpipe"
         if len(stages) == 1:

@@ -31,7 +31,7 @@ class WholeTensors:
         }
 
     def whole(self, name: str, piece: torch.Tensor) -> torch.Tensor:
-        """All ranks' pieces in their places; all ranks of the group ask for the same tensors in one order."""
+        """All ranks' pieces in their places; all ranks of the group call it for the same tensors in one order."""
         if name not in self.boxes:
             return piece
         out = piece.new_zeros(self.sharding.shape(name))

@@ -1,4 +1,4 @@
-"""Joining the other ranks: which layout the numbers ask for, and the process group under it.
+"""Joining the other ranks: the layout of the configured degrees, and the process group under it.
 
 Called once by a recipe; inside a worker torch's launcher has set RANK, WORLD_SIZE and where to meet.
 """
@@ -32,14 +32,14 @@ EXPERTS_OVER = {
     **dict.fromkeys(("data", "dp", "ep"), "data"),
     **dict.fromkeys(("world", "all"), "world"),
     **dict.fromkeys(("dummy", "none"), "none"),
-}  # moe_group's words
+}  # by value of moe_group
 
 
 def layout_of(parallel: Any, ranks: int | None = None, moe_group: str = "none") -> Layout:
     """From the parallel section's values. `ranks`: how many there will be; where not given, how many there are. Only
-    sharding over "all that is left" (a degree below 1) asks for them: `fit` says whether the product comes out even."""
-    over, words = EXPERTS_OVER[moe_group], set(parallel.sharding)
-    stage = next((k for k in (3, 2, 1) if f"stage{k}" in words), 1)
+    sharding over "all that is left" (a degree below 1) uses them: `fit` checks whether the product comes out even."""
+    over, options = EXPERTS_OVER[moe_group], set(parallel.sharding)
+    stage = next((k for k in (3, 2, 1) if f"stage{k}" in options), 1)
     cp = max(parallel.context_parallel_degree, parallel.sep_parallel_degree)
     fsdp = parallel.sharding_parallel_degree
     if fsdp < 1:
@@ -62,7 +62,7 @@ def layout_of(parallel: Any, ranks: int | None = None, moe_group: str = "none") 
 
 def _stage_cuts(method: tuple[str, ...], pp: int, virtual: int) -> tuple[int, ...]:
     """`[0,29,57]` counts pipeline entries: the embedding is entry 0, layer i entry i + 1, then norm and head."""
-    numbers = [word.strip(" []") for word in method]
+    numbers = [bound.strip(" []") for bound in method]
     if pp == 1 or not numbers or not all(n.isdigit() for n in numbers):
         return ()
     bounds = [int(n) for n in numbers]
@@ -130,7 +130,7 @@ def ranks_started() -> int:
 
 
 def device_here(islands: Sequence[str], otherwise: str) -> str:
-    """The device word of this process: its island's, where ranks on unlike devices are started."""
+    """The `device` value of this process: its island's, where ranks on unlike devices are started."""
     if not islands or ranks_started() == 1:
         return otherwise
     found = island_of_rank(parse_islands(islands), int(os.environ.get("RANK", "0")))
@@ -151,19 +151,19 @@ def open_world(parallel: Any, device: Device, moe_group: str = "none", on_one: i
     return world
 
 
-def check_ranks_of_islands(words: Sequence[str], size: int) -> None:
+def check_ranks_of_islands(islands: Sequence[str], size: int) -> None:
     """Before ranks meet: the islands that are named have as many as there are."""
-    named = sum(island.ranks for island in parse_islands(words))
-    if words and size > 1 and named != size:
+    named = sum(island.ranks for island in parse_islands(islands))
+    if islands and size > 1 and named != size:
         raise PlanError(
             f"islands names {named} ranks, and {size} are started", where="islands", fix="make the two the same"
         )
 
 
-def check_named_islands(words: Sequence[str], layout: Layout) -> None:
+def check_named_islands(islands: Sequence[str], layout: Layout) -> None:
     """Before there are devices: as many ranks as the layout has, and every stage within one of them."""
-    named = parse_islands(words)
-    check_ranks_of_islands(words, layout.size)
+    named = parse_islands(islands)
+    check_ranks_of_islands(islands, layout.size)
     if named:
         of_ranks = tuple(island.device for island in named for _ in range(island.ranks))
         check_islands(Islands(of_ranks, of_ranks), layout)
@@ -178,13 +178,13 @@ def _join(rank: int, size: int, device: Device, layout: Layout, mixes: bool, on_
     try:
         store, rank, size = next(iter(dist.rendezvous("env://", rank, size, timeout=MEET)))
         store.set(f"device/{rank}", json.dumps([device.wire, device.backend]))
-        known = [json.loads(store.get(f"device/{r}").decode()) for r in range(size)]
+        described = [json.loads(store.get(f"device/{r}").decode()) for r in range(size)]
     except dist.DistError as error:  # stays one: the launcher looks for the rank that ended first, and may start again
         raise dist.DistNetworkError(
             f"rank {rank} could not meet the others: {str(error).splitlines()[0]} "
             "(where another rank ended first, its log says why)"
         ) from error
-    wires, backends = zip(*known)
+    wires, backends = zip(*described)
     islands = Islands(wires, backends) if len(set(wires)) > 1 else None
     if islands is not None:
         _check(islands, layout, mixes, store, rank)
@@ -215,7 +215,7 @@ def _check(islands: Islands, layout: Layout, mixes: bool, store: Any, rank: int)
         check_islands(islands, layout)
     except ErnieKitError:
         # Rank 0 may be the store itself: it leaves after the others have read, or they would only see it vanish.
-        with suppress(dist.DistError):  # one that is gone by now needs no answer
+        with suppress(dist.DistError):  # one that has left by now needs no reply
             store.set(f"device/{rank}/read", "")
             if rank == 0:
                 store.wait([f"device/{r}/read" for r in range(len(islands.wires))], PART)

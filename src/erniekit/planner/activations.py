@@ -34,16 +34,16 @@ class Kernels:
     bytes: int = 2
 
 
-ALONE = Cuts()
+UNCUT = Cuts()
 FUSED = Kernels()
 
 
-def kept(c: DecoderConfig, sparse: bool, cuts: Cuts = ALONE, kernels: Kernels = FUSED) -> float:
+def kept(c: DecoderConfig, sparse: bool, cuts: Cuts = UNCUT, kernels: Kernels = FUSED) -> float:
     """Bytes a token of a layer that is not recomputed."""
     H, D, tp, r = c.hidden_size, c.head_dim, cuts.tp, kernels.rank
     wide = H / tp if cuts.sequence_parallel else H  # what lies between the matrices
     heads, kv = c.num_heads / tp, max(1.0, c.num_kv_heads / tp)
-    attention = (2 * heads + 2 * kv) * D + 4 * r  # q, k, v and the answer; low ranks of q, k, v, o
+    attention = (2 * heads + 2 * kv) * D + 4 * r  # q, k, v and the output; low ranks of q, k, v, o
     between = 4 * wide if kernels.fused else 8 * wide  # residuals and normed inputs; plain: both in fp32 as well
     if not kernels.fused:
         attention += (heads + kv) * D  # q and k before positions are turned
@@ -61,7 +61,7 @@ def kept(c: DecoderConfig, sparse: bool, cuts: Cuts = ALONE, kernels: Kernels = 
     return kernels.bytes * values + LSE * heads + ROUTED * rows + 8 * m.experts
 
 
-def start(c: DecoderConfig, cuts: Cuts = ALONE, kernels: Kernels = FUSED) -> float:
+def start(c: DecoderConfig, cuts: Cuts = UNCUT, kernels: Kernels = FUSED) -> float:
     """Bytes a token that a recomputed layer keeps: its input."""
     return kernels.bytes * c.hidden_size / (cuts.tp if cuts.sequence_parallel else 1)
 
@@ -77,9 +77,9 @@ def part_kept(c: DecoderConfig, sparse: bool, granularity: str, cuts: Cuts, kern
     return whole - LSE * heads
 
 
-def working(c: DecoderConfig, sparse: bool, cuts: Cuts = ALONE, kernels: Kernels = FUSED) -> float:
-    """Bytes a token that backward of one layer holds at its widest, beside what forward kept: the gradients of an MLP's
-    two wide tensors and what is formed again for them; or attention's fp32 sums, where those are more."""
+def working(c: DecoderConfig, sparse: bool, cuts: Cuts = UNCUT, kernels: Kernels = FUSED) -> float:
+    """Bytes a token that backward of one layer holds at its widest, besides what forward kept: the gradients of an
+    MLP's two wide tensors and what is formed again for them; or attention's fp32 sums, where those are more."""
     H, tp = c.hidden_size, cuts.tp
     m = c.moe
     if m is None or not sparse:

@@ -1,4 +1,4 @@
-"""CARDS: what data sheets say of devices, and CardRates: what is measured, or else expected, of one of them.
+"""CARDS: devices by their data sheets, and CardRates: what is measured, or else expected, of one of them.
 
 Every figure here is a vendor's, but those of `MEASURED`, which are from docs/performance.md (one H200). A calibration
 file (`erniekit bench --calibrate`) takes the place of both.
@@ -27,7 +27,7 @@ class Card:
     triton: bool = False  # our fused kernels run on it
     fp8: bool = False
     vendor: str = "nvidia"  # as the key `device` names it
-    overlaps: bool = True  # transfers go on beside the computation; on a CPU they take its cores
+    overlaps: bool = True  # transfers overlap with the computation; on a CPU they take its cores
 
 
 def _card(name: str, gib: float, tflops: float, tbs: float, link: float, **more: Any) -> Card:
@@ -91,7 +91,7 @@ class CardRates:
 
     @property
     def all_measured(self) -> bool:
-        return bool(self.source) and all(word == "measured" for word in self.source.values())
+        return bool(self.source) and all(source == "measured" for source in self.source.values())
 
 
 # Of the H200 at the clocks it holds (docs/performance.md, "Where a step's time went").
@@ -141,13 +141,13 @@ def calibrated_rates(found: CardRates, file: Mapping[str, Any]) -> CardRates:
     if file.get("attention"):
         changes["attention"] = tuple(sorted((int(r["length"]), float(r["rate"])) for r in file["attention"]))
         source["attention"] = "measured"
-    for name, words in (
+    for name, source_name in (
         ("elementwise", "elementwise"), ("update", "update"), ("layer_launch", "launch"), ("link", "link"),
         ("network", "network"), ("host", "host"),
     ):  # fmt: skip
         if file.get(name):
             changes[name] = float(file[name])
-            source[words] = "measured"
+            source[source_name] = "measured"
     if "layer_launch" in changes:
         changes["expert_launch"] = changes["layer_launch"] * found.expert_launch / found.layer_launch
     return replace(found, **changes, source=source)

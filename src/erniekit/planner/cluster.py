@@ -1,4 +1,4 @@
-"""A cluster from words or a file: `8x80G`, `2x8xH200-141G`, `16xBI150-32G`, or a YAML of unlike islands. No torch.
+"""A cluster from a text or a file: `8x80G`, `2x8xH200-141G`, `16xBI150-32G`, or a YAML of unlike islands. No torch.
 
 Called by recipes/planning.py. An island is a number of like machines whose devices share one collective library.
 """
@@ -50,46 +50,46 @@ class Cluster:
         return " + ".join(island.describe() for island in self.islands)
 
 
-def parse(words: str) -> Cluster:
-    path = Path(words).expanduser()
+def parse(text: str) -> Cluster:
+    path = Path(text).expanduser()
     is_file = path.suffix in (".yaml", ".yml")
-    cluster = _from_file(path) if is_file else Cluster((island_of(words),), words)
+    cluster = _from_file(path) if is_file else Cluster((island_of(text),), text)
     if cluster.size > MOST:
         what = f"{cluster.size:,} devices are beyond what is planned: {MOST:,}"
-        raise ConfigError(what, where=f"--cluster {words}", fix="give fewer machines; one job does not span more")
+        raise ConfigError(what, where=f"--cluster {text}", fix="give fewer machines; one job does not span more")
     return cluster
 
 
-def island_of(words: str, where: str = "--cluster") -> Island:
-    found = re.fullmatch(r"(?:(\d{1,9})x)?(\d{1,9})x(.+)", words.strip(), re.IGNORECASE)
+def island_of(text: str, where: str = "--cluster") -> Island:
+    found = re.fullmatch(r"(?:(\d{1,9})x)?(\d{1,9})x(.+)", text.strip(), re.IGNORECASE)
     if found is None:
-        raise ConfigError(f"{words!r} is no cluster", where=where, fix=FIX)
+        raise ConfigError(f"{text!r} is no cluster", where=where, fix=FIX)
     machines, devices, kind = int(found[1] or 0), int(found[2]), found[3]
     if not devices or found[1] == "0":
-        raise ConfigError(f"{words!r} has no devices", where=where, fix=FIX)
-    card = card_of(kind, where, words.strip()[: found.start(3)])
+        raise ConfigError(f"{text!r} has no devices", where=where, fix=FIX)
+    card = card_of(kind, where, text.strip()[: found.start(3)])
     if not machines:  # one number: machines of eight where it comes out even
         whole = devices > PER_MACHINE and devices % PER_MACHINE == 0
         machines, devices = (devices // PER_MACHINE, PER_MACHINE) if whole else (1, devices)
     return Island(card, machines, devices)
 
 
-def card_of(words: str, where: str = "--cluster", before: str = "") -> Card:
+def card_of(text: str, where: str = "--cluster", before: str = "") -> Card:
     """`H200-141G`, `H200`, `80G`. before: what stands before it, as in 8x."""
-    name, _, size = words.strip().rpartition("-")
+    name, _, size = text.strip().rpartition("-")
     memory = _gib(size)
     if memory is None:
-        name, memory = words.strip(), None
-    if not name and (memory is None or "-" in words):
-        raise ConfigError(f"{words!r} is no card", where=where, fix=FIX)
+        name, memory = text.strip(), None
+    if not name and (memory is None or "-" in text):
+        raise ConfigError(f"{text!r} is no card", where=where, fix=FIX)
     if not name:
         assert memory is not None
-        known = next(card for most, card in BY_MEMORY if memory <= most)
-        return replace(CARDS[known], name=f"{memory:g}G", memory=SOLD.get(int(memory), memory) * GIB)
+        card_name = next(card for most, card in BY_MEMORY if memory <= most)
+        return replace(CARDS[card_name], name=f"{memory:g}G", memory=SOLD.get(int(memory), memory) * GIB)
     key = ALSO.get(name.lower(), name.lower())
     if key not in CARDS and (number := re.match(r"\d+(\.\d+)?", name)):
         fix = f"did you mean {before}{number[0]}G?"
-        raise ConfigError(f"{words!r} is neither a memory nor a card", where=where, fix=fix)
+        raise ConfigError(f"{text!r} is neither a memory nor a card", where=where, fix=fix)
     if key not in CARDS:
         near = nearest(key, list(CARDS))
         listed = ", ".join(card.name for card in CARDS.values())
@@ -100,12 +100,12 @@ def card_of(words: str, where: str = "--cluster", before: str = "") -> Card:
     return card if memory is None else replace(card, memory=SOLD.get(int(memory), memory) * GIB)
 
 
-def _gib(words: str) -> float | None:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(?:G|GB|GiB)", words, re.IGNORECASE)
+def _gib(text: str) -> float | None:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(?:G|GB|GiB)", text, re.IGNORECASE)
     return float(found[1]) if found and float(found[1]) > 0 else None
 
 
-# Keys of an island in a file, beside those of Card: their units are what data sheets print.
+# Keys of an island in a file, besides those of Card: their units are what data sheets print.
 _UNITS = {"memory_gib": ("memory", GIB), "tflops": ("flops", 1e12), "bandwidth_gb": ("bandwidth", 1e9),
           "link_gb": ("link", 1e9), "network_gb": ("network", 1e9)}  # fmt: skip
 
@@ -151,8 +151,8 @@ def _island(entry: Any, where: str) -> Island:
         numbers[key] = value
     strange = sorted(set(entry) - {"card", "machines", "devices", *_UNITS})
     if strange:
-        known = ", ".join(("card", "machines", "devices", *_UNITS))
-        raise ConfigError(f"unknown {strange[0]!r}", where=where, fix=f"known: {known}")
+        allowed = ", ".join(("card", "machines", "devices", *_UNITS))
+        raise ConfigError(f"unknown {strange[0]!r}", where=where, fix=f"known: {allowed}")
     card = card_of(entry["card"], where)
     card = replace(card, **{_UNITS[k][0]: v * _UNITS[k][1] for k, v in numbers.items() if k in _UNITS and v})
     return Island(card, int(entry.get("machines", 1)), int(entry.get("devices", PER_MACHINE)))

@@ -121,7 +121,7 @@ def rounded(found: Bytes) -> Bytes:
 
 
 def largest(found: Bytes) -> str:
-    """What takes the most, in words."""
+    """What takes the most, as text."""
     named = sorted(((v, k) for k, v in found.shown().items() if k != "total"), reverse=True)[:2]
     return ", ".join(f"{name} {gib:.0f}" for gib, name in named)
 
@@ -141,7 +141,7 @@ def written_keys(job: Job, made: Candidate) -> dict[str, Any]:
 
 
 def _recomputed(job: Job, held: Held, work: Work, room: float) -> int:
-    """Layers of a rank that are computed again: as the recipe says, or as few as fit."""
+    """Layers of a rank that are computed again: as the recipe sets, or as few as fit."""
     count = len(work.layers)
     if job.recomputed is not None:
         return min(count, job.recomputed)
@@ -272,9 +272,9 @@ def timed(job: Job, made: Candidate, place: Site, stages: list[range], exact: bo
         one = max(f + b for f, b in zip(forward, backward)) + 2 * send
         seconds = ideal + (layout.pp - 1) * one
     share = job.blocks.stage(layout, stages[0], True, layout.pp == 1, m)
-    beside, after = timing.sharing_time(job, layout, share, m, links)
+    overlapped, after = timing.sharing_time(job, layout, share, m, links)
     hidden_by = seconds if place.card.overlaps else 0.0
-    after += max(0.0, beside - hidden_by)
+    after += max(0.0, overlapped - hidden_by)
     total = seconds + after + timing.update_time(share, job, rates)
     layers = sum(len(stages[s]) for s in range(0, len(stages), layout.pp))
     return replace(

@@ -19,7 +19,7 @@ from erniekit.planner.memory import GIB, USABLE, Bytes, recomputing, step_bytes
 
 def even_time(seconds: Sequence[float], extra: Sequence[float], most: Sequence[int], layers: int) -> list[int]:
     """Layers of each stage such that the slowest stage is as fast as can be. seconds: of a layer there; extra: of what
-    a stage has beside its layers; most: layers that it may have, at least one. Each layer goes where it ends first;
+    a stage has besides its layers; most: layers that it may have, at least one. Each layer goes where it ends first;
     that is exact, as no other choice makes the slowest stage faster."""
     counts = [1] * len(seconds)
     for _ in range(layers - len(seconds)):

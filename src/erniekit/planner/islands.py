@@ -45,7 +45,7 @@ def across(job: Job, cluster: Cluster, places: Sequence[Site]) -> Ranking:
             tried += 1
             made = _evaluate(job, layout, stages, cluster.between)
             if not made.problem:
-                ranked.append(replace(made, keys=made.keys | {"islands": words_of(cluster)}))
+                ranked.append(replace(made, keys=made.keys | {"islands": island_values(cluster)}))
                 continue
             name = f"stages of {group}"
             failed[name] = (failed.get(name, (0, ""))[0] + 1, made.problem)
@@ -58,7 +58,7 @@ def across(job: Job, cluster: Cluster, places: Sequence[Site]) -> Ranking:
     return Ranking(ranked, nearest, failed, tried)
 
 
-def words_of(cluster: Cluster) -> list[str]:
+def island_values(cluster: Cluster) -> list[str]:
     """As the key `islands` names them; the cut of the layers is in pp_seg_method."""
     return [f"{island.card.vendor}:{island.size}" for island in cluster.islands]
 
@@ -77,13 +77,13 @@ def _inside(group: int, stages: int, devices: int, experts: int) -> Iterator[Lay
 def split(weights: Sequence[float], layers: int) -> list[int]:
     """Layers of each stage in proportion, at least one each; the largest remainders take what is left."""
     whole = sum(weights)
-    wanted = [max(1.0, w / whole * layers) for w in weights]
-    found = [max(1, int(w)) for w in wanted]
-    while sum(found) > layers:
-        found[max(range(len(found)), key=lambda k: found[k] - wanted[k] if found[k] > 1 else -layers)] -= 1
-    while sum(found) < layers:
-        found[max(range(len(found)), key=lambda k: wanted[k] - found[k])] += 1
-    return found
+    shares = [max(1.0, w / whole * layers) for w in weights]
+    counts = [max(1, int(w)) for w in shares]
+    while sum(counts) > layers:
+        counts[max(range(len(counts)), key=lambda k: counts[k] - shares[k] if counts[k] > 1 else -layers)] -= 1
+    while sum(counts) < layers:
+        counts[max(range(len(counts)), key=lambda k: shares[k] - counts[k])] += 1
+    return counts
 
 
 def _evaluate(job: Job, layout: Layout, stages: Sequence[Site], between: float) -> Candidate:
@@ -133,7 +133,7 @@ def _with(
         same = rank + 1 < len(stages) and stages[rank + 1] is place
         hidden = tokens * job.model.hidden_size * job.compute
         sends.append(hidden / (place.rates.network if same else between) + place.rates.latency)
-        _beside, after = timing.sharing_time(job, layout, share, m, links)
+        _overlapped, after = timing.sharing_time(job, layout, share, m, links)
         update = max(update, after + timing.update_time(share, job, place.rates))
     made = Candidate(layout, m, stages=tuple(found), again=tuple(again), worst=max(b.total for b in found))
     keys = written_keys(job, made)

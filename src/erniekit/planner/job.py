@@ -23,7 +23,7 @@ class Job:
     trained: float = 1.0  # share of tokens with a label
     head_rows: int = 2048
     recompute: str = ""  # none, a granularity, or auto: as few whole layers as fit
-    recomputed: int | None = None  # layers of each rank that are; None: as `recompute` says
+    recomputed: int | None = None  # layers of each rank that are; None: by `recompute`
     reference: bool = False  # a live one: DPO's forward pass without gradient
     compute: int = 2  # bytes
     offload_optimiser: bool = False
@@ -42,7 +42,7 @@ class Job:
 
 def keys_of(layout: Layout, micro_batches: int) -> dict[str, Any]:
     """A layout as a recipe writes it."""
-    out: dict[str, Any] = {word: getattr(layout, axis) for axis, word in USER_WORDS.items()}
+    out: dict[str, Any] = {key: getattr(layout, axis) for axis, key in USER_WORDS.items()}
     if layout.fsdp > 1:
         out["sharding"] = f"stage{layout.sharding_stage}"
     out["sequence_parallel"] = layout.sequence_parallel

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from erniekit.models.config import DecoderConfig
-from erniekit.planner.activations import ALONE, FUSED, Cuts, Kernels, kept, part_kept, start, working
+from erniekit.planner.activations import FUSED, UNCUT, Cuts, Kernels, kept, part_kept, start, working
 
 GIB = 1024**3
 WORKSPACE = 0.5 * GIB  # of products, attention and small tensors on an accelerator: fitted to peaks of docs/planner.md
 USABLE = 0.92  # of a card's memory: the allocator's rounding and other libraries take the rest
-ROUNDING = 1.02  # blocks of the allocator over what was asked for
+ROUNDING = 1.02  # blocks of the allocator over the requested bytes
 FLAT = 64 * 1024 * 1024 * 4.0  # bytes of gradients that are summed over ranks in one call
 
 
@@ -39,7 +39,7 @@ class Bytes:
         return self.total - self.rounding
 
     @property
-    def total(self) -> float:  # written out, as a search asks for it of every layout
+    def total(self) -> float:  # written out, as a search reads it of every layout
         return (
             self.weights + self.gradients + self.optimiser + self.activations + self.logits + self.experts
             + self.communication + self.workspace + self.rounding
@@ -78,7 +78,7 @@ class Work:
     vocabulary: int = 0  # columns of the head here
     embeds: bool = True
     pairs: bool = False  # DPO: the head's gradient waits for both answers
-    cuts: Cuts = ALONE
+    cuts: Cuts = UNCUT
     kernels: Kernels = field(default_factory=lambda: FUSED)
     seeing: float = 0.0  # bytes that a vision tower and its resampler keep of a micro-batch, where they are here
 
@@ -89,7 +89,7 @@ class Kept:
 
     all: float  # from forward to backward, of all layers
     first: float  # of the first layer
-    inside: float  # the most that backward of one layer takes beside what is kept
+    inside: float  # the most that backward of one layer takes besides what is kept
 
 
 Moment = Callable[[DecoderConfig, Held, Work, Kept], Bytes]
@@ -106,7 +106,7 @@ def step_bytes(c: DecoderConfig, held: Held, work: Work) -> Bytes:
 
 
 def peak(c: DecoderConfig, held: Held, work: Work) -> float:
-    """The total alone, for a search."""
+    """Only the total, for a search."""
     return _fullest(c, held, work)[0].total
 
 
@@ -145,7 +145,7 @@ def _base(held: Held, gradients: float, **more: float) -> Bytes:
 
 def _at_loss(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> Bytes:
     before = held.gradients if held.from_start else 0.0
-    hidden = 2.0 * c.hidden_size * work.kernels.bytes * work.tokens  # the last layer's answer, and its gradient
+    hidden = 2.0 * c.hidden_size * work.kernels.bytes * work.tokens  # the last layer's output, and its gradient
     logits = 0.0
     if work.head_rows:
         rows = min(work.head_rows, max(1, work.head_tokens))

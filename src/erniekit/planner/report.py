@@ -70,9 +70,9 @@ def lever_lines(rows: Iterable[tuple[dict[str, Any], float | None, float, str]])
     """(keys, tokens a second or None where it does not fit, GiB, what it loses)."""
     out = []
     for keys, tokens, gib, loses in rows:
-        words = ", ".join(f"{key}: {value}" for key, value in keys.items())
+        settings = ", ".join(f"{key}: {value}" for key, value in keys.items())
         speed = "does not fit" if tokens is None else f"{_count(tokens)} tokens/s"
-        out.append(f"{words:<46} {gib:>6.1f} GiB  {speed:<18} costs {loses}")
+        out.append(f"{settings:<46} {gib:>6.1f} GiB  {speed:<18} costs {loses}")
     return out
 
 

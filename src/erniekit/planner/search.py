@@ -49,8 +49,8 @@ def layouts(job: Job, ranks: int, devices: int) -> Iterator[Layout]:
                 yield from _spread(job, Layout(pp=pp, cp=cp, tp=tp, sequence_parallel=tp > 1), rest, devices)
 
 
-def _contexts(job: Job, left: int) -> list[int]:
-    return [d for d in divisors(left) if d == 1 or (job.length >= LONG and d <= 16 and job.length // d >= 2048)]
+def _contexts(job: Job, remaining: int) -> list[int]:
+    return [d for d in divisors(remaining) if d == 1 or (job.length >= LONG and d <= 16 and job.length // d >= 2048)]
 
 
 def _spread(job: Job, base: Layout, rest: int, devices: int) -> Iterator[Layout]:
@@ -119,10 +119,10 @@ def batch_problem(job: Job, ranks: int) -> str:
 
 def family(layout: Layout) -> str:
     """The axes of a layout without their degrees."""
-    words = [axis for axis in ("tp", "pp", "cp", "dp") if getattr(layout, axis) > 1]
-    words += [f"stage{layout.sharding_stage}"] if layout.fsdp > 1 else []
-    words += ["ep"] if layout.experts_over_data else []
-    return " x ".join(words) or "one device"
+    axes = [axis for axis in ("tp", "pp", "cp", "dp") if getattr(layout, axis) > 1]
+    axes += [f"stage{layout.sharding_stage}"] if layout.fsdp > 1 else []
+    axes += ["ep"] if layout.experts_over_data else []
+    return " x ".join(axes) or "one device"
 
 
 def _rejected(failed: dict[str, list[Candidate]], fitting: set[str]) -> dict[str, tuple[int, str]]:
@@ -142,7 +142,7 @@ def _rejected(failed: dict[str, list[Candidate]], fitting: set[str]) -> dict[str
 def smallest(job: Job, site: Site, most: int) -> int | None:
     """The fewest like devices on which some layout fits: powers of two, then by whole machines between the last that
     did not fit and the first that does. None: not even twice `most`. Of a batch that divides over any number of ranks:
-    how many devices is asked, not whether packs come out even."""
+    the number of devices matters, not whether packs come out even."""
     job = replace(job, packs=job.rows * DIVISIBLE)
     counts, n = [n for n in (1, 2, 4, 8) if n < site.devices], site.devices
     while n <= 2 * most:

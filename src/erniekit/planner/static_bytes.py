@@ -33,7 +33,7 @@ class Storing:
     shards_away: bool = False  # sharding: offload
     in_backward: bool = False  # updates inside backward
     reference: bool = False  # a second copy of the weights, for DPO
-    one_moment: frozenset[str] = frozenset()  # trained with an average alone, fp32 (Muon)
+    one_moment: frozenset[str] = frozenset()  # trained with an average only, fp32 (Muon)
     fused: bool = True  # an update that takes gradients in 16 bit
 
 
@@ -42,7 +42,7 @@ class Share:
     """Of one rank and a set of tensors, in bytes."""
 
     weights: float = 0.0
-    master: float = 0.0  # beside the weight
+    master: float = 0.0  # besides the weight
     moments: float = 0.0
     gradients: float = 0.0  # as kept until the update
     formed: float = 0.0  # as backward forms them, before they are shared out

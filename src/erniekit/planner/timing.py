@@ -131,16 +131,16 @@ def update_time(share: Share, job: Job, rates: CardRates) -> float:
 
 
 def sharing_time(job: Job, layout: Layout, share: Share, micro_batches: int, links: Links) -> tuple[float, float]:
-    """Seconds of weights and gradients between data ranks: (beside the computation, after it)."""
-    beside = after = 0.0
+    """Seconds of weights and gradients between data ranks: (overlapped with the computation, after it)."""
+    overlapped = after = 0.0
     reach = layout.tp * layout.cp
     if layout.fsdp > 1:
         ranks, extent = layout.fsdp * layout.cp, layout.fsdp * reach
         times = 2 if layout.sharding_stage == 3 else 1
-        beside += micro_batches * times * links.gather(share.gathered, ranks, extent)
+        overlapped += micro_batches * times * links.gather(share.gathered, ranks, extent)
         reductions = 1 if layout.sharding_stage == 1 else micro_batches
-        beside += reductions * links.gather(4 * share.reduced, ranks, extent)
+        overlapped += reductions * links.gather(4 * share.reduced, ranks, extent)
         after += links.reduce(4 * share.trained, layout.dp, layout.dp * extent)
     else:
         after += links.reduce(4 * share.trained, layout.dp * layout.cp, layout.dp * reach)
-    return beside, after
+    return overlapped, after

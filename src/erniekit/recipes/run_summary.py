@@ -124,7 +124,7 @@ def describe(
     record.describe(
         checks=[{"check": check.name, "found": check.text} for check in checks],
         config=[{"key": k, "value": v, "origin": cfg.origin(k)} for k, v in cfg.flat().items()],
-        notes=[*(str(note) for note in cfg.notes), *notes, *broken.stories()],
+        notes=[*(str(note) for note in cfg.notes), *notes, *broken.tracebacks()],
         environment=repeat.environment(device.name),
         data={
             "train": [s.report.to_dict() for s in data.sources],

@@ -1,7 +1,7 @@
-"""Whether ranks that make these calls ever wait for each other in a circle. On lists of calls alone.
+"""Whether ranks that make these calls ever wait for each other in a circle. Works on lists of calls only.
 
 A call is started at once and done when its partners have started theirs: a collective when all members have made the
-group's next one, a message when its receiver has asked for it (no buffer is assumed: what needs one hangs one day).
+group's next one, a message when its receiver has called recv (no buffer is assumed: what needs one hangs one day).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class _World:
         self.place: dict[int, list[int]] = {}  # of each call among those of its kind
         self.started: dict[object, int] = defaultdict(int)  # how many of a kind a rank has started
         for rank, trace in traces.items():
-            seen: dict[object, int] = defaultdict(int)
+            counts: dict[object, int] = defaultdict(int)
             self.place[rank] = []
             for call in trace.calls:
                 key = _key(rank, call)
-                seen[key] += 1
-                self.place[rank].append(seen[key])
+                counts[key] += 1
+                self.place[rank].append(counts[key])
 
     def missing(self, rank: int, number: int) -> list[int]:
         """Ranks that have not started their part of a call."""
@@ -75,9 +75,9 @@ def deadlock(traces: Mapping[int, Trace]) -> Mismatch | None:
     lines = []
     for rank in (circle or stuck)[:SHOWN]:
         call, others = traces[rank].calls[waits[rank]], world.missing(rank, waits[rank])
-        gone = [other for other in others if other not in waits]
-        ended = " (which has ended)" if gone == others else ""
-        lines.append(f"rank {rank} waits for rank {(gone or others)[0]}{ended}: {call.with_line()}")
+        ended_ranks = [other for other in others if other not in waits]
+        ended = " (which has ended)" if ended_ranks == others else ""
+        lines.append(f"rank {rank} waits for rank {(ended_ranks or others)[0]}{ended}: {call.with_line()}")
     what = "ranks wait for each other in a circle" if circle else "a rank waits for a call that never comes"
     return Mismatch(tuple(circle or stuck), f"deadlock: {what}", tuple(lines))
 

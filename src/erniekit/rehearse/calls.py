@@ -32,10 +32,10 @@ class Call:
 
     def describe(self) -> str:
         """all_reduce bf16 [2, 8] (sum)."""
-        words = [self.op, self.dtype, str(list(self.shape)) if self.dtype else ""]
-        words += [f"({self.detail})"] if self.detail else []
-        words += [f"{'to' if self.op == 'send' else 'from'} rank {self.peer}"] if self.op in P2P else []
-        return " ".join(word for word in words if word)
+        parts = [self.op, self.dtype, str(list(self.shape)) if self.dtype else ""]
+        parts += [f"({self.detail})"] if self.detail else []
+        parts += [f"{'to' if self.op == 'send' else 'from'} rank {self.peer}"] if self.op in P2P else []
+        return " ".join(part for part in parts if part)
 
     def with_line(self) -> str:
         return f"{self.describe()} at {self.source or 'an unknown line'}"
@@ -63,10 +63,10 @@ class Trace:
     def of(self, rank: int, group_of: Callable[[RankGroup], RankGroup]) -> Trace:
         """What a rank like this one would record. group_of: its group in the place of this one's; a peer keeps its
         place in the group."""
-        known: dict[RankGroup, RankGroup] = {}
+        mapped: dict[RankGroup, RankGroup] = {}
         calls = []
         for call in self.calls:
-            group = known.setdefault(call.group, known.get(call.group) or group_of(call.group))
+            group = mapped.setdefault(call.group, mapped.get(call.group) or group_of(call.group))
             peer = group.members[call.group.members.index(call.peer)] if call.op in P2P else -1
             calls.append(replace(call, group=group, peer=peer))
         return Trace(rank, calls, list(self.events))

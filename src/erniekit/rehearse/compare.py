@@ -1,7 +1,7 @@
 """Whether the ranks' calls belong together: each group's calls alike on all its members, every send received.
 
-On lists of calls alone, whatever made them. Each group is reported once, at its first fault: what follows a skipped
-call is shifted, and would only repeat it.
+Works on lists of calls only, whatever made them. Each group is reported once, at its first fault: what follows a
+skipped call is shifted, and would only repeat it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _kind(call: Call | None) -> tuple[object, ...]:
 
 
 def _differs(group: RankGroup, k: int, here: dict[int, Call | None], kinds: dict[int, tuple[object, ...]]) -> Mismatch:
-    """Those who are fewer are named; of two alike the one that has no call, else the later."""
+    """Names the minority; of two kinds equally frequent the one without a call, else the later."""
     counts = Counter(kinds.values())
     usual = max(counts, key=lambda kind: (counts[kind], bool(kind), -min(r for r in kinds if kinds[r] == kind)))
     odd = tuple(rank for rank in group.members if kinds[rank] != usual)
@@ -72,8 +72,8 @@ def _differs(group: RankGroup, k: int, here: dict[int, Call | None], kinds: dict
             shown.add(kinds[rank])
             alike = tuple(r for r in group.members if kinds[r] == kinds[rank])
             call = here[rank]
-            words = call.with_line() if call is not None else "makes no further call in this group"
-            lines.append(f"{_named(alike)}: {words}")
+            text = call.with_line() if call is not None else "makes no further call in this group"
+            lines.append(f"{_named(alike)}: {text}")
     return Mismatch(odd, f"{_named(odd)} differs in call {k + 1} of group {group.describe()}", tuple(lines))
 
 
@@ -117,13 +117,13 @@ def _messages(traces: Mapping[int, Trace]) -> Iterable[Mismatch]:
         else:
             few = min(len(gives), len(takes))
             if len(gives) != len(takes):
-                extra, who = (gives[few], source) if len(gives) > few else (takes[few], target)
-                other = target if who == source else source
-                lack = "never receives" if who == source else "never sends"
+                extra, caller = (gives[few], source) if len(gives) > few else (takes[few], target)
+                other = target if caller == source else source
+                lack = "never receives" if caller == source else "never sends"
                 yield Mismatch(
-                    (who, other),
+                    (caller, other),
                     f"rank {other} {lack} message {few + 1} from rank {source} to rank {target}",
-                    (f"rank {who}: {extra.with_line()}",),
+                    (f"rank {caller}: {extra.with_line()}",),
                 )
 
 

@@ -23,14 +23,14 @@ from erniekit.rehearse.calls import Call, RankGroup, Trace
 BACKEND = "rehearsal"
 PACKAGE = str(Path(__file__).resolve().parents[1])
 HERE = str(Path(__file__).resolve().parent)
-# Who called these says more than they do.
+# For calls from these the caller's line is shown instead.
 DOORS = {str(Path(PACKAGE) / "parallel" / name) for name in ("comm.py", "boundary.py", "reduce.py")}
-INNER_NAME = "parallel/collectives.py"  # the line that calls these says more
+INNER_NAME = "parallel/collectives.py"  # shown with the line that calls these
 INNER = str(Path(PACKAGE) / INNER_NAME)
 
 
 def source_line() -> str:
-    """The line that made the call, torch's own part in between where it did; of our collectives also who asked."""
+    """The line that made the call, torch's own part in between where it did; of our collectives also their caller's."""
     frame: Any = sys._getframe(1)
     found: list[str] = []
     while frame is not None:
@@ -81,7 +81,7 @@ class RecordedWork(dist.Work):
 
 
 class RecordedGroup(dist.ProcessGroup):
-    rehearsed = True  # parallel/comm.py asks
+    rehearsed = True  # read by parallel/comm.py
 
     def __init__(self, rank: int, members: Sequence[int], trace: Trace, made: Counter[tuple[int, ...]]) -> None:
         """rank: the place in the group. made: how many groups of the same members there are, counted here."""
@@ -106,7 +106,7 @@ class RecordedGroup(dist.ProcessGroup):
     def _set_group_name(self, name: str) -> None:
         self._name = name
 
-    def _set_group_desc(self, words: str) -> None:
+    def _set_group_desc(self, description: str) -> None:
         pass
 
     def note(self, op: str, root: int | None = None) -> None:

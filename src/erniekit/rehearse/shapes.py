@@ -24,7 +24,7 @@ MOST = 1 << 24  # elements of a tensor of whole numbers that is
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _aten = torch.ops.aten
-# Inside these our own collectives are called; the op's rule of shapes alone would hide them.
+# Inside these our own collectives are called; running only the op's shape rule would hide them.
 OPENED = {
     torch.ops.erniekit.sum_over.default: collectives.sum_over,
     torch.ops.erniekit.gather_over.default: collectives.gather_over,
@@ -56,10 +56,10 @@ class _ShapesOnly(TorchDispatchMode):
 
 
 def _is_real(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an op without an argument that is a shape alone is computed."""
+    """Whether to compute an op none of whose arguments is a shape-only tensor."""
     tensors = [x for x in _leaves((*args, *kwargs.values())) if isinstance(x, torch.Tensor)]
     if _on_meta(tensors, kwargs):
-        return True  # a model before it is spread: fully_shard and Module.to_empty want torch's own tensors
+        return True  # a model before it is spread: fully_shard and Module.to_empty need torch's own tensors
     if tensors:
         return all(_has_values(x) for x in tensors)
     return _makes_numbers(func, args, kwargs)
@@ -74,9 +74,9 @@ def _leaves(values: Any) -> Iterator[Any]:
 
 
 def _on_meta(tensors: list[torch.Tensor], kwargs: Any) -> bool:
-    asked = kwargs.get("device")
-    if asked is not None:
-        return torch.device(asked).type == "meta"
+    device = kwargs.get("device")
+    if device is not None:
+        return torch.device(device).type == "meta"
     return bool(tensors) and all(type(x) in PLAIN and x.is_meta for x in tensors)
 
 

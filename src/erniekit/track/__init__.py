@@ -38,7 +38,7 @@ TRACKERS = Registry(
     group="erniekit.trackers",
     check=_problem,
 )
-ALWAYS = ("jsonl", "console")  # every run has these, whatever report_to says
+ALWAYS = ("jsonl", "console")  # every run has these, whatever report_to is
 
 __all__ = ["TRACKERS", "RunInfo", "Tracker", "Trackers", "make_trackers"]
 
@@ -59,7 +59,7 @@ def make_trackers(
 ) -> Trackers:
     """The trackers of one run, not yet started; none on ranks other than 0.
 
-    `explicit` is False when report_to is the default and not the user's wish: then a tracker whose package is
+    `explicit` is False when report_to is the default and not set by the user: then a tracker whose package is
     absent is left out instead of stopping the run. `all` means those that are installed. more: of a Python session.
     """
     info = RunInfo(
@@ -74,7 +74,7 @@ def make_trackers(
     if not is_main_rank():
         return Trackers([], info)
     trackers: list[Tracker] = [TRACKERS.get(name)() for name in ALWAYS]
-    for name in _wanted(report_to):
+    for name in _selected(report_to):
         try:
             trackers.append(TRACKERS.get(name)())
         except MissingPackage:
@@ -89,9 +89,9 @@ def make_trackers(
     return Trackers([*trackers, *more], info)
 
 
-def _wanted(report_to: Sequence[str]) -> list[str]:
+def _selected(report_to: Sequence[str]) -> list[str]:
     names = [report_to] if isinstance(report_to, str) else list(report_to)
     if "all" in names:
         names += TRACKERS.names()
-    wanted = [name for name in names if name not in ("all", "none", *ALWAYS)]
-    return list(dict.fromkeys(wanted))
+    selected = [name for name in names if name not in ("all", "none", *ALWAYS)]
+    return list(dict.fromkeys(selected))

@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written beside their place, then renamed. Used all over this folder."""
+"""Files that are whole or absent: written under another name, then renamed. Used all over this folder."""
 
 from __future__ import annotations
 

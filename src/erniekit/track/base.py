@@ -18,7 +18,7 @@ Kind = Literal["train", "eval", "end"]
 
 
 class MissingPackage(ConfigError):
-    """A tracker was asked for and its package is not installed."""
+    """A tracker was configured and its package is not installed."""
 
     def __init__(self, name: str, why: object) -> None:
         super().__init__(
@@ -30,7 +30,7 @@ class MissingPackage(ConfigError):
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What trackers may know of the run. `start_step` is the step resumed from, 0 for a fresh run."""
+    """What trackers get of the run. `start_step` is the step resumed from, 0 for a fresh run."""
 
     output_dir: Path
     logging_dir: Path | None = None  # None: a folder under output_dir/runs is chosen at start
@@ -90,8 +90,8 @@ class Trackers:
         self._each(lambda tracker: tracker.start(self.info))
 
     def log(self, step: int, metrics: Mapping[str, float | None], kind: Kind = "train") -> None:
-        known = {name: value for name, value in metrics.items() if value is not None and name != "global_step"}
-        numbers = {name: float(value) for name, value in known.items()}
+        present = {name: value for name, value in metrics.items() if value is not None and name != "global_step"}
+        numbers = {name: float(value) for name, value in present.items()}
         self._each(lambda tracker: tracker.log(step, numbers, kind))
 
     def event(self, step: int, name: str, text: str = "") -> None:

@@ -46,12 +46,12 @@ class Scale:
 
 
 def line_chart(title: str, series: Sequence[Series], *, from_zero: bool = False, note: str = "") -> str:
-    """One figure: title, legend where there is something to tell apart, picture, numbers for hover."""
+    """One figure: title, legend where there are several series, picture, numbers for hover."""
     series = [one for one in series if len(one.curve)]
     picture, x = _picture(series, from_zero)
     return (
         f'<figure class="chart"><figcaption><h3>{escape(title)}</h3>{_legend(series)}</figcaption>'
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(_spoken(title, series))}">'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(_aria_label(title, series))}">'
         f"{picture}"
         f'<line class="cross" y1="{TOP}" y2="{HEIGHT - BOTTOM}" hidden></line></svg>'
         f'<div class="tip" hidden></div>{f"<p class=note>{escape(note)}</p>" if note else ""}'
@@ -59,7 +59,7 @@ def line_chart(title: str, series: Sequence[Series], *, from_zero: bool = False,
     )
 
 
-# Of a picture that stands alone; report.html has a style sheet of its own for the same classes.
+# For a chart in a file of its own; report.html has a style sheet of its own for the same classes.
 STANDALONE = """
 text { font: 11px system-ui, sans-serif; fill: #52514e; } .title { font-size: 14px; font-weight: 600; fill: #0b0b0b; }
 .grid { stroke: #e1e0d9; } .axis { stroke: #c3c2b7; } path { fill: none; stroke-width: 2; }
@@ -85,7 +85,7 @@ def svg_chart(charts: Sequence[tuple[str, Sequence[Series]]]) -> str:
     height = each * len(charts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
-        f'role="img" aria-label="{escape("; ".join(_spoken(*chart) for chart in charts))}">'
+        f'role="img" aria-label="{escape("; ".join(_aria_label(*chart) for chart in charts))}">'
         f'<style>{STANDALONE}</style><rect width="100%" height="100%" fill="#fcfcfb"></rect>{"".join(parts)}</svg>'
     )
 
@@ -149,7 +149,7 @@ def _legend(series: Sequence[Series]) -> str:
     return f'<div class="legend">{"".join(keys)}</div>'
 
 
-def _spoken(title: str, series: Sequence[Series]) -> str:
+def _aria_label(title: str, series: Sequence[Series]) -> str:
     ends = (f"{one.name} {short(one.curve.values[0])} to {short(one.curve.values[-1])}" for one in series)
     return f"{title} over steps: " + ", ".join(ends)
 

@@ -11,7 +11,7 @@ from erniekit.track.base import Kind, RunInfo, Tracker
 from erniekit.track.progress import Progress
 from erniekit.track.units import duration, metric_text
 
-SPOKEN_ELSEWHERE = ("start", "eval", "end", "signal")  # events that have a line or a block of their own
+SHOWN_ELSEWHERE = ("start", "eval", "end", "signal")  # events that have a line or a block of their own
 # In metrics.jsonl and the trackers, but not worth a person's line at every step.
 QUIET = (
     "ppl",
@@ -60,12 +60,12 @@ class ConsoleTracker(Tracker):
             return
         if kind == "end":
             self._close_bar()
-            return  # the recipe says goodbye in its own words
+            return  # the recipe prints the end of the run
         line = metrics_line(step, metrics)
         say(f"{line}, eta: {self._eta(step)}" if kind == "train" and step < self._total else line)
 
     def event(self, step: int, name: str, text: str) -> None:
-        if name not in SPOKEN_ELSEWHERE:
+        if name not in SHOWN_ELSEWHERE:
             say(f"{paint(f'step {step}', 'dim')} {name}: {text}" if text else f"step {step} {name}")
 
     def close(self) -> None:

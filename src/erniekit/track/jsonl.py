@@ -74,8 +74,8 @@ def keep_until(path: Path, step: int) -> None:
     _keep(path, lambda record: record["global_step"] <= step)
 
 
-def _keep(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
+def _keep(path: Path, selected: Callable[[dict[str, Any]], bool]) -> None:
     if path.is_file():
         with replacing(path) as out:
-            for record in filter(wanted, read(path)):
+            for record in filter(selected, read(path)):
                 out.write(json.dumps(record, ensure_ascii=False) + "\n")

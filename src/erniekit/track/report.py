@@ -34,36 +34,36 @@ MAIN_CHARTS = (
     ("tokens_per_second", "Throughput, tokens/s", True),
     ("grad_norm", "Gradient norm, before clipping", True),
 )
-# said by a main chart, or a plain function of the step
+# in a main chart already, or a plain function of the step
 NOT_DRAWN = {name for name, _, _ in MAIN_CHARTS} | {"progress_or_epoch", "epoch", "interval_runtime", "runtime"}
 
 
 def write_report(output_dir: str | Path) -> Path:
-    """Write report.html beside run.json and metrics.jsonl; either may be missing, and the page says so."""
+    """Write report.html next to run.json and metrics.jsonl; either may be missing, and the page shows that."""
     folder = Path(output_dir)
-    story = runfile.read(folder)
+    record = runfile.read(folder)
     curves = read_curves(folder / jsonl.FILE)
     title = f"{folder.resolve().name} · erniekit run"
-    parts = [_header(folder, story), _tiles(story, curves), _charts(curves), _samples(folder), *_sections(story)]
+    parts = [_header(folder, record), _tiles(record, curves), _charts(curves), _samples(folder), *_sections(record)]
     path = own(folder / FILE)
     write_text(path, document(title, "\n".join(part for part in parts if part)))
     return settle(path)
 
 
-def _header(folder: Path, story: Mapping[str, Any]) -> str:
-    status = str(story.get("status", "unknown"))
-    when = f"{_time(story.get('started'))} to {_time(story.get('finished') or story.get('updated'))}"
-    version = f"erniekit {story['version']}, " if story.get("version") else ""
-    command = f"<pre>{escape(str(story['command']))}</pre>" if story.get("command") else ""
-    missing = "" if story else "<p class=muted>run.json is missing here: only the curves are known.</p>"
+def _header(folder: Path, record: Mapping[str, Any]) -> str:
+    status = str(record.get("status", "unknown"))
+    when = f"{_time(record.get('started'))} to {_time(record.get('finished') or record.get('updated'))}"
+    version = f"erniekit {record['version']}, " if record.get("version") else ""
+    command = f"<pre>{escape(str(record['command']))}</pre>" if record.get("command") else ""
+    missing = "" if record else "<p class=muted>run.json is missing here: only the curves are known.</p>"
     return (
         f'<div class="head"><h1>{escape(folder.resolve().name)}</h1>'
         f'<span class="pill {escape(status)}">{escape(status)}</span></div>'
-        f'<p class="sub">{escape(version + when) if story else ""}</p>{command}{missing}'
+        f'<p class="sub">{escape(version + when) if record else ""}</p>{command}{missing}'
     )
 
 
-def _tiles(story: Mapping[str, Any], curves: Mapping[str, Curve]) -> str:
+def _tiles(record: Mapping[str, Any], curves: Mapping[str, Curve]) -> str:
     tiles = []
 
     def tile(label: str, value: str, more: str = "") -> None:
@@ -74,7 +74,7 @@ def _tiles(story: Mapping[str, Any], curves: Mapping[str, Curve]) -> str:
 
     loss = curves.get("loss")
     if loss:
-        tile("Steps", f"{loss.steps[-1]:,}", f"of {story['total_steps']:,}" if story.get("total_steps") else "")
+        tile("Steps", f"{loss.steps[-1]:,}", f"of {record['total_steps']:,}" if record.get("total_steps") else "")
         tile("Loss", f"{loss.values[-1]:.4f}", f"from {loss.values[0]:.4f}")
     evaluated = curves.get("eval_loss")
     if evaluated:
@@ -86,7 +86,7 @@ def _tiles(story: Mapping[str, Any], curves: Mapping[str, Curve]) -> str:
         tile("MFU", metric_text("mfu", median(curves["mfu"].values)), "median")
     if curves.get("max_memory_allocated"):
         tile("Peak memory", f"{max(curves['max_memory_allocated'].values):.2f}", "GiB")
-    seconds = story.get("metrics", {}).get("train_runtime")
+    seconds = record.get("metrics", {}).get("train_runtime")
     if seconds is not None:
         tile("Training time", duration(seconds))
     return f'<div class="tiles">{"".join(tiles)}</div>' if tiles else ""
@@ -126,34 +126,34 @@ def _chart(curves: Mapping[str, Curve], name: str, title: str, from_zero: bool) 
     return line_chart(title, series_of(curves, name), from_zero=from_zero, note=note)
 
 
-def _sections(story: Mapping[str, Any]) -> list[str]:
+def _sections(record: Mapping[str, Any]) -> list[str]:
     """Heading and card for each part of run.json that has something in it."""
-    next_commands = "\n".join(map(str, story.get("next_commands") or []))
-    latest = {kind: _with_units(numbers) for kind, numbers in (story.get("latest") or {}).items()}
-    dropped = story.get("events_dropped")
-    happened = [{**event, "time": _time(event.get("time"))} for event in story.get("events") or []]
+    next_commands = "\n".join(map(str, record.get("next_commands") or []))
+    latest = {kind: _with_units(numbers) for kind, numbers in (record.get("latest") or {}).items()}
+    dropped = record.get("events_dropped")
+    happened = [{**event, "time": _time(event.get("time"))} for event in record.get("events") or []]
     events = table(happened, ("time", "step", "name", "text"))
     if dropped:
         events += f"<p class=note>{dropped} earlier events are not kept.</p>"
     cards = (
         ("Next", f"<pre>{escape(next_commands)}</pre>" if next_commands else ""),
-        ("Results", value_html(_with_units(story.get("metrics") or {}))),
+        ("Results", value_html(_with_units(record.get("metrics") or {}))),
         ("Last logged", value_html(latest)),
         ("Events", events),
-        ("Values derived or changed", _notes(story.get("notes") or [])),
-        ("Checks before the first step", table(story.get("checks") or [], ("check", "found"))),
-        ("Data", value_html(story.get("data") or {})),
-        ("Coverage", value_html(story.get("coverage") or [])),
-        ("Kernels", value_html(story.get("kernels") or [])),
-        ("Environment", value_html(story.get("environment") or {})),
+        ("Values derived or changed", _notes(record.get("notes") or [])),
+        ("Checks before the first step", table(record.get("checks") or [], ("check", "found"))),
+        ("Data", value_html(record.get("data") or {})),
+        ("Coverage", value_html(record.get("coverage") or [])),
+        ("Kernels", value_html(record.get("kernels") or [])),
+        ("Environment", value_html(record.get("environment") or {})),
     )
     html = [
         f'<h2>{title}</h2><div class="card">{card}</div>' if not card.startswith("<pre") else f"<h2>{title}</h2>{card}"
         for title, card in cards
         if card
     ]
-    if story.get("config"):
-        html.append(f"<h2>Configuration</h2>{config_table(story['config'])}")
+    if record.get("config"):
+        html.append(f"<h2>Configuration</h2>{config_table(record['config'])}")
     return html
 
 

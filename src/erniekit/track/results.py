@@ -20,7 +20,7 @@ def write_results(
 ) -> list[Path]:
     """train_results.json and eval_results.json for what is given; all_results.json holds both.
 
-    A later evaluation alone joins the numbers of the training before it; a new training replaces it.
+    A later evaluation by itself joins the numbers of the training before it; a new training replaces it.
     """
     folder = Path(output_dir)
     everything = _old(folder / "all_results.json") if train is None else {}

@@ -1,4 +1,4 @@
-"""<output_dir>/run.json: the whole story of a run for machines and for report.html. The recipes keep it."""
+"""<output_dir>/run.json: the whole record of a run for machines and for report.html. The recipes keep it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_EVENTS = 1000  # the newest; each event rewrites the file, which must stay s
 
 
 class RunRecord(Tracker):
-    """A tracker too: handed to make_trackers it hears every event and the last numbers of the run.
+    """A tracker too: handed to make_trackers it receives every event and the last numbers of the run.
 
     Rewritten (whole or not at all) at start, at every event, on `describe` and at the end; not on `log`. Nothing is
     written before `describe` or `start`: a command that is refused leaves the file of an earlier run as it is.
@@ -33,7 +33,7 @@ class RunRecord(Tracker):
         before = read(output_dir)  # kept on a resume, dropped by start() on a fresh run
         self._inherited = len(before.get("events", []))
         self._begun = self._ended = False
-        self._story: dict[str, Any] = {
+        self._record: dict[str, Any] = {
             "format": FORMAT,
             "command": command if isinstance(command, str) else shlex.join(without_secrets(command)),
             "version": version,
@@ -78,34 +78,34 @@ class RunRecord(Tracker):
             checks=checks,
             next_commands=next_commands,
         )
-        self._story.update({name: plain(part) for name, part in given.items() if part is not None})
+        self._record.update({name: plain(part) for name, part in given.items() if part is not None})
         self._begin()
         self._write()
 
     def start(self, run: RunInfo) -> None:
         """A resumed run keeps the start time and the events of the runs before it; they did happen."""
         if not run.start_step:
-            del self._story["events"][: self._inherited]
+            del self._record["events"][: self._inherited]
             self._inherited = 0
-            self._story.update(started=_now(), events_dropped=0)
-        self._story.update(total_steps=run.total_steps, start_step=run.start_step)
+            self._record.update(started=_now(), events_dropped=0)
+        self._record.update(total_steps=run.total_steps, start_step=run.start_step)
         self._begin()
         self._write()
 
     def log(self, step: int, metrics: Mapping[str, float], kind: Kind) -> None:
         if kind == "end":
-            self._story["metrics"].update(plain(metrics))
+            self._record["metrics"].update(plain(metrics))
             self._write()
         else:
-            self._story["latest"][kind] = {"global_step": step, **plain(metrics)}
+            self._record["latest"][kind] = {"global_step": step, **plain(metrics)}
 
     def event(self, step: int, name: str, text: str = "") -> None:
-        events = self._story["events"]
+        events = self._record["events"]
         events.append({"time": _now(), "step": step, "name": name, "text": text})
         excess = max(0, len(events) - MAX_EVENTS)
         del events[:excess]
         self._inherited = max(0, self._inherited - excess)
-        self._story["events_dropped"] += excess
+        self._record["events_dropped"] += excess
         self._write()
 
     def finish(
@@ -115,17 +115,17 @@ class RunRecord(Tracker):
         next_commands: Sequence[str] | None = None,
     ) -> None:
         """The end, whichever it is: finished, stopped (a signal, early stop) or failed."""
-        self._story["status"] = status
-        self._story["finished"] = _now()
-        self._story["metrics"].update(plain(metrics or {}))
+        self._record["status"] = status
+        self._record["finished"] = _now()
+        self._record["metrics"].update(plain(metrics or {}))
         if next_commands is not None:
-            self._story["next_commands"] = list(next_commands)
+            self._record["next_commands"] = list(next_commands)
         self._ended = True
         self._write()
 
     def close(self) -> None:
-        if self._story["status"] == "running":
-            self.finish("finished" if self._story["metrics"] else "stopped")
+        if self._record["status"] == "running":
+            self.finish("finished" if self._record["metrics"] else "stopped")
 
     def _begin(self) -> None:
         if not self._begun and is_main_rank():
@@ -134,8 +134,8 @@ class RunRecord(Tracker):
 
     def _write(self) -> None:
         if self._begun and is_main_rank():
-            self._story["updated"] = _now()
-            write_json(self.path, self._story)
+            self._record["updated"] = _now()
+            write_json(self.path, self._record)
             if self._ended:
                 settle(self.path)
 
@@ -143,10 +143,10 @@ class RunRecord(Tracker):
 def read(output_dir: str | Path) -> dict[str, Any]:
     """The run.json of a folder; empty when there is none or it is no JSON object."""
     try:
-        story = json.loads((Path(output_dir) / FILE).read_text(encoding="utf-8"))
+        record = json.loads((Path(output_dir) / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return story if isinstance(story, dict) else {}
+    return record if isinstance(record, dict) else {}
 
 
 def _now() -> str:

@@ -47,7 +47,7 @@ class SwanLabTracker(Tracker):
 
 
 def _is_logged_in() -> bool:
-    """Whether swanlab's own default works: it asks for a key on the terminal otherwise."""
+    """Whether swanlab's own default works: it prompts for a key on the terminal otherwise."""
     if os.environ.get("SWANLAB_MODE") or os.environ.get("SWANLAB_API_KEY"):
         return True
     return (Path(os.environ.get("SWANLAB_ROOT") or Path.home() / ".swanlab") / ".netrc").is_file()

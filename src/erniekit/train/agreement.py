@@ -1,6 +1,6 @@
 """What all ranks must decide alike: stop after this step, save now. Used by hooks that save, evaluate or stop.
 
-A rank that saves or stops alone leaves the others waiting in a collective for ever.
+A rank that saves or stops by itself leaves the others waiting in a collective for ever.
 """
 
 from __future__ import annotations
@@ -30,6 +30,6 @@ def agree_on_stop(requested: str | None, world: HostGroup) -> str | None:
 
 
 def agree_on_stop_or_save(requested: str | None, save: bool, world: HostGroup) -> tuple[str | None, bool]:
-    """As above, and whether any rank wants a save, in the same reduction. A stop saves anyway."""
+    """As above, and whether any rank requests a save, in the same reduction. A stop saves anyway."""
     number = int(world.max(2 * (signal.Signals[requested].value if requested else 0) + save))
     return (signal.Signals(number // 2).name if number > 1 else None), bool(number % 2)

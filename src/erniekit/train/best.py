@@ -25,7 +25,7 @@ class KeepBest(Hook):
     def __init__(self, save: SaveHook) -> None:
         self.save, self.saver = save, save.saver
         self._on_disk: Best = (None, None)
-        self._pending: Best | None = None  # its save has not ended, or its outcome was not asked for yet
+        self._pending: Best | None = None  # its save has not ended, or its outcome was not read yet
 
     def on_start(self, trainer: Trainer) -> None:
         self._on_disk = _best_of(trainer)

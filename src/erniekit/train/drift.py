@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from erniekit.train.step import StepResult
     from erniekit.train.trainer import Trainer
 
-CHUNK = 1 << 20  # 4-byte words at a time: 8 MiB of weights and 8 MiB of products beside the tensor
+CHUNK = 1 << 20  # 4-byte words at a time: 8 MiB of weights and 8 MiB of products besides the tensor
 _ODD = -0x61C8864680B583EB  # any large odd number: multiplying by it loses nothing modulo 2**64
 
 
@@ -96,33 +96,33 @@ class ReplicaDrift(Hook):
             self.check(result.step)
 
     def check(self, step: int) -> None:
-        """Raises ReplicasDiffer on all ranks of the world, with the same words, when any copies differ anywhere.
+        """Raises ReplicasDiffer on all ranks of the world, with the same message, when any copies differ anywhere.
 
-        One digest per set of ranks first; block by block only for the sets that differ. A save asks again, and is
-        not answered twice for one step."""
+        One digest per set of ranks first; block by block only for the sets that differ. A second check of the same
+        step, by a save, does nothing."""
         if self.equal:
             return
         self.checks += 1
         mine = self._fingerprints()
         digests = {key: blake2b(repr(prints).encode(), digest_size=8).digest() for key, prints in mine.items()}
-        seen: dict[str, set[bytes]] = {}
+        by_key: dict[str, set[bytes]] = {}
         for row in self.world.gather(digests):
             for key, digest in row.items():
-                seen.setdefault(key, set()).add(digest)
-        differing = {key for key, different in seen.items() if len(different) > 1}
+                by_key.setdefault(key, set()).add(digest)
+        differing = {key for key, different in by_key.items() if len(different) > 1}
         if not differing:
             self.equal = True
             return
         rows = self.world.gather({key: prints for key, prints in mine.items() if key in differing})
-        told = [describe([(r, row[key]) for r, row in enumerate(rows) if key in row]) for key in sorted(differing)]
+        found = [describe([(r, row[key]) for r, row in enumerate(rows) if key in row]) for key in sorted(differing)]
         raise ReplicasDiffer(
-            f"step {step}: replicas no longer hold the same weights: {'; '.join(sorted({who for who, _ in told}))}",
-            where="; ".join(sorted({what for _, what in told})),
+            f"step {step}: replicas no longer hold the same weights: {'; '.join(sorted({text for text, _ in found}))}",
+            where="; ".join(sorted({what for _, what in found})),
             fix="test memory and links of that machine; the same command goes on from the last checkpoint",
         )
 
     def _fingerprints(self) -> dict[str, dict[str, int]]:
-        """For each set of ranks that share blocks, in a short word: every block's fingerprint."""
+        """For each set of ranks that share blocks, under a short key: every block's fingerprint."""
         tensors = self.tensors()
         blocks = [block for block in self.blocks if block.name in tensors]
         prints = fingerprints((str(block), tensors[block.name][block.local]) for block in blocks)
@@ -142,12 +142,12 @@ def describe(held: Sequence[tuple[int, Mapping[str, int]]]) -> tuple[str, str]:
         votes = Counter(prints.get(name) for _, prints in held)
         (most, count), *others = votes.most_common()
         if others and others[0][1] == count:
-            most = None  # a draw: none can be said to be right
+            most = None  # a draw: no majority
         odd |= {rank for rank, prints in held if most is None or prints.get(name) != most}
     rest = sorted({rank for rank, _ in held} - odd)
-    who = f"{_ranks(odd)} differ{'s' if len(odd) == 1 else ''} from {_ranks(rest)}" if rest else _draw(odd)
+    text = f"{_ranks(odd)} differ{'s' if len(odd) == 1 else ''} from {_ranks(rest)}" if rest else _draw(odd)
     tensors = differing[0] + (f" and {len(differing) - 1} more" if len(differing) > 1 else "")
-    return who, tensors
+    return text, tensors
 
 
 def _draw(ranks: Iterable[int]) -> str:

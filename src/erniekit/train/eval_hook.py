@@ -54,8 +54,8 @@ class EvalHook(Hook):
         world: HostGroup | None = None,
         generate: Callable[[int], dict[str, float]] | None = None,
     ) -> None:
-        """`run(go_on)` evaluates now and asks `go_on` before each batch; `on_best` saves a checkpoint that rotation
-        spares. every 0: only at the end. leave: what a signal during an evaluation asks for; None: signals wait until
+        """`run(go_on)` evaluates now and calls `go_on` before each batch; `on_best` saves a checkpoint that rotation
+        spares. every 0: only at the end. leave: called for a signal during an evaluation; None: signals wait until
         the step after. generate: called with the step after `run`, for metrics of generated answers."""
         self.run, self.trackers, self.every, self.rule = run, trackers, every, rule
         self.on_best, self.at_end = on_best, at_end
@@ -83,12 +83,12 @@ class EvalHook(Hook):
 
     def _evaluate(self, trainer: Trainer) -> None:
         state, rule = trainer.state, self.rule
-        asked: str | None = None
+        stop_signal: str | None = None
 
         def go_on() -> bool:
-            nonlocal asked
-            asked = agree_on_stop(trainer.signals.requested, self.world) if self.leave else None
-            return asked is None
+            nonlocal stop_signal
+            stop_signal = agree_on_stop(trainer.signals.requested, self.world) if self.leave else None
+            return stop_signal is None
 
         trainer.phase("eval")
         self.trackers.status("evaluating")
@@ -97,9 +97,9 @@ class EvalHook(Hook):
             if self.generate is not None:
                 self.last |= self.generate(state.step)
         except Abandoned:
-            assert asked is not None
+            assert stop_signal is not None
             assert self.leave is not None
-            self.leave(trainer, asked)
+            self.leave(trainer, stop_signal)
         finally:
             self.trackers.status("")
         self._last_step = state.evaluated_step = state.step

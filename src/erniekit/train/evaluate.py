@@ -1,6 +1,6 @@
 """Loss on held-out data, weighted by tokens. Called by the evaluation hook and by `erniekit eval`.
 
-`go_on`, where given, is asked before each batch whether there is still time; on several ranks all must get one answer.
+`go_on`, where given, returns before each batch whether there is still time; the same value on all ranks.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def evaluate_pairs(
     unit: str = "pairs",
 ) -> dict[str, float]:
     """Preference loss and rewards, means over pairs and all ranks. prepare: fills in the reference; batch_means: as
-    above, and the loss tells the step metrics so. unit: what a batch's weight counts, for the name of their number."""
+    above, and the loss adds to the step metrics so. unit: what a batch's weight counts, for the name of their
+    number."""
     start = time.perf_counter()
     total, means = (torch.zeros((), dtype=torch.float64, device=engine.device) for _ in range(2))
     pairs = calls = 0
@@ -84,11 +85,11 @@ def evaluate_pairs(
     total, means = engine.sum_losses(total), engine.sum_losses(means)
     pairs, calls = engine.totals(pairs, calls)
     names = engine.step_metrics.names if engine.step_metrics is not None else ()
-    told = dict(zip(names, engine.told().tolist()))
+    means_by_name = dict(zip(names, engine.metric_means().tolist()))
     seconds = time.perf_counter() - start
     mean = float(means) / max(1, calls) if batch_means else float(total) / max(1, pairs)
-    # Of a model that still answers in numbers, NaN is what nothing was added to: router losses.
-    kept = {f"eval_{name}": value for name, value in told.items() if value == value or not math.isfinite(mean)}
+    # Where the loss is finite, NaN is a metric that nothing was added to: router losses.
+    kept = {f"eval_{name}": value for name, value in means_by_name.items() if value == value or not math.isfinite(mean)}
     return {
         "eval_loss": mean,
         **kept,
@@ -110,7 +111,8 @@ def _evaluating(engine: Engine) -> Iterator[None]:
 
 
 def _while_there_is_time(batches: Iterable[Batch], max_batches: int, go_on: GoOn | None) -> Iterator[Batch]:
-    """At most `max_batches` (below 0: all), each followed by a beat. Raises Abandoned as soon as `go_on` says no."""
+    """At most `max_batches` (below 0: all), each followed by a beat. Raises Abandoned as soon as `go_on` returns
+    False."""
     for batch in heartbeat.each(islice(batches, max_batches if max_batches >= 0 else None)):
         if go_on is not None and not go_on():
             raise Abandoned

@@ -38,7 +38,7 @@ class ExpertBalance(Hook):
         biases: Mapping[int, Pieces] | None = None,
     ) -> None:
         """layers: those of the whole model that have experts. experts: (E,), or (2, E) of text and vision. group: all
-        ranks that saw other tokens or hold other layers. step 0: loads are only told."""
+        ranks that saw other tokens or hold other layers. step 0: loads are only reported."""
         self.engine, self.layers, self.group = engine, list(layers), group
         self.step, self.biases = step, dict(biases or {})
         self._none = torch.zeros(len(self.layers), *experts, dtype=torch.int64, device=engine.device)
@@ -84,13 +84,13 @@ class ExpertBalance(Hook):
                     held[box.local_slices] += moves[row].to(held.device)[box.global_slices]
 
     def metrics(self) -> dict[str, float]:
-        """Since it was last asked: `moe_load`, the busiest expert's load over the mean in the most uneven layer, and
+        """Since the last call: `moe_load`, the busiest expert's load over the mean in the most uneven layer, and
         `moe_dead_experts`, how many were never chosen; of a model that sees, the load of each bank as well."""
         loads, self._since_record = (self._none if self._since_record is None else self._since_record).double(), None
         uneven = loads.amax(-1) / loads.mean(-1).clamp(min=1e-9)
         banks = uneven.amax(0) if uneven.dim() == 2 else uneven.new_zeros(0)
         unchosen = loads == 0
-        if loads.dim() == 3:  # a modality that no token had says nothing of its experts
+        if loads.dim() == 3:  # experts of a modality that no token had do not count
             unchosen &= loads.sum(-1, keepdim=True) > 0
         worst, dead, *each = torch.cat((torch.stack((uneven.max(), unchosen.sum().double())), banks)).tolist()
         of_banks = {f"moe_load_{name}": value for name, value in zip(BANKS, each) if value}

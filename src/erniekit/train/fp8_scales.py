@@ -99,29 +99,29 @@ class StaticScales(Hook):
         if self._trained:
             self._set_weights(weights)
         new = StaticRounding.scale_of(most, self.moving.highest)
-        known = most.isfinite() & (most > 0)
+        valid = most.isfinite() & (most > 0)
         if good is not None:
-            known &= good.to(most.device) > 0
+            valid &= good.to(most.device) > 0
         now = self._inputs()
-        new = torch.where(known, new, now)
-        self._over = torch.maximum(self._over, torch.where(known, new / now, 0.0))
+        new = torch.where(valid, new, now)
+        self._over = torch.maximum(self._over, torch.where(valid, new / now, 0.0))
         self.steps += 1
         if self.steps <= self.moving.online_steps:
             self._mean = self._mean + (new - self._mean) / (self.steps + 1)  # the first numbers count as one step
             used = new
         else:
-            used = self._mean = torch.where(known, self._mean + self.moving.rate * (new - self._mean), self._mean)
+            used = self._mean = torch.where(valid, self._mean + self.moving.rate * (new - self._mean), self._mean)
         self._set_inputs(used)
 
     def metrics(self) -> dict[str, float]:
-        """Since it was last asked, of the layers on this rank's stage (enable_fp8_quantize_analysis)."""
+        """Since the last call, of the layers on this rank's stage (enable_fp8_quantize_analysis)."""
         over, self._over = self._over.tolist(), torch.zeros_like(self._mean)
         return {"fp8_clipped": float(sum(each > 1.0 for each in over)), "fp8_worst": max(over, default=0.0)}
 
     # --- the numbers ---
 
     def _reduced(self, with_weights: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """The largest number of each layer's rows since it was last asked, and of each matrix of its weight."""
+        """The largest number of each layer's rows since the last call, and of each matrix of its weight."""
         found = [layer.rounding.most for layer in self.layers.values()]
         count = len(found)
         if with_weights:
@@ -163,7 +163,7 @@ class StaticScales(Hook):
     # --- checkpoints ---
 
     def saved(self) -> SavedScales:
-        """Of all layers of the model; all ranks must ask."""
+        """Of all layers of the model; all ranks must call it."""
         inputs, means = self._inputs().tolist(), self._mean.tolist()
         mine = {
             name: LayerScale(scale, mean, layer.rounding.form.block)

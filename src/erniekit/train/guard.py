@@ -28,7 +28,7 @@ os.register_at_fork(after_in_child=_close_wakeup_in_child)
 
 
 class Signals:
-    """SIGTERM, SIGUSR1 and Ctrl-C ask for a stop at the end of the step; asking twice stops at once. While a run is
+    """SIGTERM, SIGUSR1 and Ctrl-C request a stop at the end of the step; a second one stops at once. While a run is
     prepared (`preparing`) there is nothing to save and no step to wait for: it is left at once.
 
     A handler runs between two steps of the interpreter, and a rank that waits for its peers in C++ comes to none. So
@@ -72,10 +72,10 @@ class Signals:
             raise Preempted(f"{self.requested}: stopped while the run was prepared, so there is nothing new to save")
 
     def _listen(self) -> None:
-        asked = 0
+        count = 0
         while number := os.read(self._reader, 1)[0]:
-            asked += number in self.WATCHED
-            if asked == 2:
+            count += number in self.WATCHED
+            if count == 2:
                 os._exit(128 + number)
 
 

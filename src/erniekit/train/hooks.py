@@ -1,4 +1,4 @@
-"""Hook: the moments of a run others may act on. The trainer knows these, and no feature by name."""
+"""Hook: the moments of a run others may act on. The trainer calls these, and no feature by name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Hook:
         `step.bring(name, tensor)` has a tensor's values in `result.brought` of after_step."""
 
     def waits_for(self, trainer: Trainer, step: int) -> bool:
-        """Whether the next step may only begin after this one's `after_step`. Unless a hook says otherwise it does: it
+        """Whether the next step may only begin after this one's `after_step`. Unless a hook overrides it that is so: it
         may look at the weights, which on a card are the next step's already when a result comes late."""
         return type(self).after_step is not Hook.after_step
 

@@ -17,7 +17,7 @@ from erniekit.data.types import Shown
 from erniekit.devices.base import Device
 from erniekit.models import vision_costs
 from erniekit.models.config import DecoderConfig
-from erniekit.models.costs import Seen, mfu, step_flops
+from erniekit.models.costs import TokenCounts, mfu, step_flops
 from erniekit.models.layers.seeing import TOKENS
 from erniekit.models.vision_costs import Patches
 from erniekit.track import Trackers
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Looking:
     """How a model that sees is trained, as far as its FLOPs follow from it. kept: what of pictures that were looked at
-    before is here, the tower's answer or the resampler's; empty: none."""
+    before is here, the tower's output or the resampler's; empty: none."""
 
     tower_trained: bool
     resampler_trained: bool
@@ -44,8 +44,8 @@ class Looking:
         merged, tokens = shown.patches, shown.features
         if self.kept == TOKENS:
             merged, tokens = shown.looked_patches, shown.looked_features
-        seen = Patches(shown.looked_patches, shown.squares, tokens, merged)
-        return vision_costs.step_flops(c, seen, self.tower_trained, self.resampler_trained, self.adapted)
+        counts = Patches(shown.looked_patches, shown.squares, tokens, merged)
+        return vision_costs.step_flops(c, counts, self.tower_trained, self.resampler_trained, self.adapted)
 
 
 class LogHook(Hook):
@@ -70,7 +70,7 @@ class LogHook(Hook):
         live_reference: bool = False,
         looking: Looking | None = None,
     ) -> None:
-        """every 0: only the last step. `first`: step 1 whatever `every` says. frozen_base, further, adapters and
+        """every 0: only the last step. `first`: step 1 whatever `every` is. frozen_base, further, adapters and
         live_reference: as in models/costs.step_flops. also: further numbers for each record.
         perplexity: whether the loss has one. looking: of a model that sees."""
         self.trackers, self.device, self.config, self.dtype = trackers, device, config, dtype
@@ -78,7 +78,7 @@ class LogHook(Hook):
         self.first, self.ranks, self.also, self.perplexity = first, ranks, also, perplexity
         self.frozen_base, self.adapters, self.looking = frozen_base, adapters, looking
         self.more_of = (further, live_reference)
-        self.extras: dict[str, float] = {}  # what the latest record tells beside loss and rates
+        self.extras: dict[str, float] = {}  # what the latest record has besides loss and rates
         self.speed = 0.0  # tokens a second since the record before the latest
         self._wait = DataWait()
         self._reset(time.perf_counter())
@@ -100,7 +100,7 @@ class LogHook(Hook):
     def phase(self, name: str) -> None:
         self._wait.came(time.perf_counter())
         if name == "data":
-            self._wait.ask(time.perf_counter())
+            self._wait.request(time.perf_counter())
         elif name == "restore":
             self._wait.forget()
 
@@ -129,11 +129,13 @@ class LogHook(Hook):
 
     def _flops(self) -> float:
         """Since the latest record, of all ranks."""
-        seen, adapters, looking = self._shown.vision_tokens, float(self.adapters), self.looking
-        if looking is not None and seen:
-            adapters += (looking.adapters - adapters) * seen / self._tokens
-        counts = Seen(self._tokens, self._trained, self._squares, seen if looking is not None else 0)
-        own = step_flops(self.config, counts, self.frozen_base, adapters, *self.more_of)
+        vision_tokens, adapters, looking = self._shown.vision_tokens, float(self.adapters), self.looking
+        if looking is not None and vision_tokens:
+            adapters += (looking.adapters - adapters) * vision_tokens / self._tokens
+        token_counts = TokenCounts(
+            self._tokens, self._trained, self._squares, vision_tokens if looking is not None else 0
+        )
+        own = step_flops(self.config, token_counts, self.frozen_base, adapters, *self.more_of)
         return own if looking is None else own + looking.flops(self.config, self._shown)
 
     def _record(self, trainer: Trainer, result: StepResult) -> dict[str, float | None]:

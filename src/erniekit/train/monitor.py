@@ -1,6 +1,6 @@
 """Watches one rank from outside: a held interpreter lock stops every Python thread of the rank, but not this process.
 
-Started by train/watchdog.py as `python -I -S monitor.py`; the standard library alone, so that it is there at once.
+Started by train/watchdog.py as `python -I -S monitor.py`; only the standard library, so that it starts at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Beat(NamedTuple):
 class SharedHeartbeat:
     """Memory shared by the training thread, which writes its beat, and the two that watch it."""
 
-    _BEAT = struct.Struct("=dddq32s")  # at 0: the training thread's, and behind it what tells that it is whole
+    _BEAT = struct.Struct("=dddq32s")  # at 0: the training thread's, and behind it its checksum
     _CHECK = struct.Struct("=I")
     _REPORTED = struct.Struct("=dq")  # at 128: the watchdog thread's: the beat it reported, its kernel thread id
     _READY = struct.Struct("=q")  # at 256: the monitor's process id, once it watches
@@ -146,7 +146,7 @@ def _apart(work: Callable[[], None]) -> None:
 
 
 def _stacks(process: int, thread: int, number: int, fd: int) -> bytes:
-    """faulthandler's answer to a signal. It runs in C, so it needs no lock; it is sent to the watchdog's own thread,
+    """What faulthandler writes on a signal. It runs in C, so it needs no lock; it is sent to the watchdog's own thread,
     so it interrupts no system call of the others."""
     start = size = os.fstat(fd).st_size
     import ctypes
@@ -166,18 +166,18 @@ def _stacks(process: int, thread: int, number: int, fd: int) -> bytes:
 def _watch(
     process: int, rank: int, folder: str, every: float, number: int, beats: SharedHeartbeat, stacks_fd: int
 ) -> None:
-    wait = _until_gone(process)
+    wait = _until_ended(process)
     detector = HangDetector(beats, every, LATE_SOFT_S, LATE_HARD_S)
     beats.monitor = os.getpid()
     killed = False
     while not wait(every):
-        word, beat, silence = detector.check()
-        told, thread = beats.reported()
+        state, beat, silence = detector.check()
+        reported_at, thread = beats.reported()
         head = f"{headline(rank, beat, silence)}; its threads do not answer"
-        if word == "soft" and told != beat.at:
+        if state == "soft" and reported_at != beat.at:
             path = os.path.join(folder, report_name(rank, beat.step))
             _apart(partial(_report, path, head, process, _stacks(process, thread, number, stacks_fd)))
-        elif word == "hard" and not killed:
+        elif state == "hard" and not killed:
             killed = True
             _apart(partial(say, f"{head}: killed from outside, for a restart"))
             if os.getppid() == process:
@@ -190,13 +190,13 @@ def _report(path: str, head: str, process: int, stacks: bytes) -> None:
     write_report(path, head, process, stacks)
 
 
-def _until_gone(process: int) -> Callable[[float], bool]:
+def _until_ended(process: int) -> Callable[[float], bool]:
     """wait(seconds) -> True as soon as the watched process, our parent, has ended."""
     poll = select.poll()
     try:
         poll.register(os.pidfd_open(process), select.POLLIN)
     except (AttributeError, OSError):
-        pass  # not Linux, or not allowed: then only our parent's number tells, at the next look
+        pass  # not Linux, or not allowed: then only our parent's number shows it, at the next poll
     return lambda seconds: bool(poll.poll(seconds * 1000)) or os.getppid() != process
 
 

@@ -1,6 +1,6 @@
 """Saving a run's whole state and bringing it back: weights, optimiser, counters, generators, and the probe as proof.
 
-Built by recipes/; the hook saves on schedule and when a signal asks.
+Built by recipes/; the hook saves on schedule and on a signal.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from erniekit.train.trainer import Trainer
 
 Tensors = Mapping[str, torch.Tensor]
-WEIGHTS_ALONE = "weights_alone"  # in state.json: the end of a run that asked for no checkpoints
+WEIGHTS_ALONE = "weights_alone"  # in state.json: the end of a run without checkpoints
 
 
 class Saver:
@@ -70,13 +70,13 @@ class Saver:
         beside: Mapping[str, bytes] | None = None,
         model_files: ModelFiles | None = None,
     ) -> None:
-        """`pieces()` are this rank's parts of the weights to save, by our names; the callables know the format.
+        """`pieces()` are this rank's parts of the weights to save, by our names; the callables have the format.
 
         compress: O1 or O2 store the moments in 8 or 4 bit. with_masters=False leaves the fp32 weights out of a 16-bit
         model's checkpoint; rebuild_masters lets a resume make them from the 16-bit ones. None of these is bit-exact.
         copy_to: a rank of each node that is to have the checkpoints on its own disk as well.
-        frozen_base: the kind that frozen weights are packed in; a probe over such a base says so.
-        launch: goes into every manifest, so that a restart of that launch knows what it saved.
+        frozen_base: the kind that frozen weights are packed in; a probe over such a base records it.
+        launch: goes into every manifest, so that a restart of that launch finds what it saved.
         scales: of FP8 training; clear_scales: a resume keeps the new ones.
         beside: small files that go with the weights. model_files: how all ranks write the weights together.
         """
@@ -89,12 +89,12 @@ class Saver:
         self.with_optimizer, self.extra = with_optimizer, extra or {}
         self.compress, self.with_masters, self.rebuild_masters = compress, with_masters, rebuild_masters
         self.world = engine.world
-        # Saves in the background talk among ranks while training does: on a group of their own.
+        # Saves in the background communicate while training does: on a group of their own.
         group = self.world.new_host_group()
         after = copier(manager, copy_to, self.world.rank, group)
         self.saves = CollectiveSaves(manager, self.world, sharding, device, group, after)
         self.last_saved = -1
-        self.weights_alone = False  # whether what was restored last has no optimiser state, as was asked for
+        self.weights_alone = False  # whether what was restored last was saved without optimiser state
         self.before: Callable[[int], None] | None = None  # called with a step that is to be saved; may raise
 
     @property
@@ -115,7 +115,7 @@ class Saver:
         if self.with_optimizer and not weights_alone:
             pieces["optimizer"] = dict(self.optimizer.state_tensors())
             pieces["master_weights"] = dict(self.optimizer.master_tensors()) if self.with_masters else {}
-        probe = probes.measure(self._answer(self.probe), self.probe, self.setting) if self.probe else None
+        probe = probes.measure(self._forward(self.probe), self.probe, self.setting) if self.probe else None
         extra = {**self.extra, "random": states.random_states(self.device), "optimizer": self.optimizer.numbers()}
         extra |= {WEIGHTS_ALONE: True} if weights_alone else {}
         frozen = TrainState(**vars(state))
@@ -146,7 +146,7 @@ class Saver:
         return path
 
     def restore(self, folder: Path, restore_random: bool = True) -> tuple[TrainState, Verdict | None]:
-        """Everything back in place, whatever layout saved it; the probe must give the saved answer."""
+        """Everything back in place, whatever layout saved it; the probe must give the saved result."""
         state, raw = states.load(folder)
         self.read_weights(folder)
         self.optimizer.refresh_masters()
@@ -160,15 +160,15 @@ class Saver:
             states.restore_random(raw["random"], self.device)
         saved = probes.load(folder)
         if saved is None or (self.scales is not None and self.clear_scales):
-            return state, None  # with other scales it answers otherwise
-        return state, probes.check(self._answer(saved), saved, folder.name, self.setting, self.engine.dtype)
+            return state, None  # with other scales the outputs differ
+        return state, probes.check(self._forward(saved), saved, folder.name, self.setting, self.engine.dtype)
 
-    def _answer(self, probe: Probe) -> Answer:
+    def _forward(self, probe: Probe) -> Answer:
         if probe.picture is None:
             return self.engine.logits
         engine, count = self.engine, probe.ids.shape[1]
 
-        def answer(_: torch.Tensor, **__: Any) -> torch.Tensor:
+        def logits_of(_: torch.Tensor, **__: Any) -> torch.Tensor:
             was_training = engine.model.training
             engine.train(False)
             with eager():
@@ -176,10 +176,11 @@ class Saver:
             engine.train(was_training)
             return out[:, :count]
 
-        return answer
+        return logits_of
 
     def _restore_optimizer(self, folder: Path, updates: int) -> None:
-        """This rank's part of the moments and the fp32 weights; says so where they are not the ones that were saved."""
+        """This rank's part of the moments and the fp32 weights; prints a note where they are not the ones that were
+        saved."""
         moments = StoredState(folder, "optimizer", self.sharding, self.world.rank)
         masters: Tensors = StoredState(folder, "master_weights", self.sharding, self.world.rank)
         if self.rebuild_masters and self.optimizer.has_masters and not len(masters):
@@ -251,25 +252,25 @@ class SaveHook(Hook):
         self._saved_at = time.monotonic()
 
     def waits_for(self, trainer: Trainer, step: int) -> bool:
-        """The same answer on all ranks: one that waits would save, or ask whether to stop, without the others."""
+        """The same on all ranks: one that waits would save, or agree on a stop, without the others."""
         if self._scheduled(step):
             return True
-        asked, timed = agree_on_stop_or_save(trainer.signals.requested, self._time_is_up(), self.saver.world)
-        return asked is not None or timed
+        stop_signal, timed = agree_on_stop_or_save(trainer.signals.requested, self._time_is_up(), self.saver.world)
+        return stop_signal is not None or timed
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         self.saver.saves.check()
         if trainer.ahead:  # a signal that came meanwhile: the weights are the next step's, which waits for it
             return
-        asked, timed = agree_on_stop_or_save(trainer.signals.requested, self._time_is_up(), self.saver.world)
-        if asked:
-            self.leave(trainer, asked)
+        stop_signal, timed = agree_on_stop_or_save(trainer.signals.requested, self._time_is_up(), self.saver.world)
+        if stop_signal:
+            self.leave(trainer, stop_signal)
         # Not in the middle of a bad stretch: going back must reach behind it.
         scheduled = self._scheduled(result.step)
         if (scheduled or timed) and not trainer.state.bad_in_a_row:
             self.save(trainer, timed=not scheduled)
-            if asked := agree_on_stop(trainer.signals.requested, self.saver.world):  # while it was written
-                self.leave(trainer, asked)
+            if stop_signal := agree_on_stop(trainer.signals.requested, self.saver.world):  # while it was written
+                self.leave(trainer, stop_signal)
 
     def _scheduled(self, step: int) -> bool:
         return bool(self.every) and step % self.every == 0
@@ -291,18 +292,18 @@ class SaveHook(Hook):
         return path
 
     def on_end(self, trainer: Trainer) -> None:
-        """Whatever the schedule, a run that ends leaves its last step on disk, or fails saying so."""
+        """Whatever the schedule, a run that ends leaves its last step on disk, or fails with an error."""
         if not self._is_saved(trainer.state.step):
             self.save(trainer, final=True)
 
     def leave(self, trainer: Trainer, signal_name: str) -> NoReturn:
-        """A signal asked for it, on all ranks: saves this step unless that has been done, and ends the run."""
+        """After a signal, on all ranks: saves this step unless that has been done, and ends the run."""
         trainer.phase("save")
-        asked_at = trainer.signals.requested_at or time.monotonic()  # by a signal of its own, or now by another rank
+        requested_at = trainer.signals.requested_at or time.monotonic()  # by its own signal, or now by another rank
         path: Path | None = self.saver.manager.output_dir / f"checkpoint-{trainer.state.step}"
         if self.saver.last_saved != trainer.state.step or not self._is_saved(trainer.state.step):
             path = self.saver.save(trainer.state, final=True)
-        took = time.monotonic() - asked_at
+        took = time.monotonic() - requested_at
         late = f"; the save took {took:.0f} s of preempt_grace_s {self.grace_seconds:.0f}"
         text = f"{signal_name}: stopped after step {trainer.state.step}, saved {path}"
         text += late if took > self.grace_seconds else ""

@@ -33,8 +33,8 @@ class StepResult:
     trained_tokens: int
     sum_squares: int  # of document lengths
     applied: bool  # False: not finite, nothing was changed
-    extras: dict[str, float] = field(default_factory=dict)  # what else the step tells: rewards, router losses
-    brought: dict[str, torch.Tensor] = field(default_factory=dict)  # what hooks asked for with `Launched.bring`
+    extras: dict[str, float] = field(default_factory=dict)  # further numbers of the step: rewards, router losses
+    brought: dict[str, torch.Tensor] = field(default_factory=dict)  # what hooks requested with `Launched.bring`
     finished_at: float = field(default_factory=time.perf_counter)  # however late it is looked at
     # With updates inside backward: not applied, yet the loss was a number; tensors with sound gradients were updated.
     partly: bool = False
@@ -49,8 +49,8 @@ class DeviceClock:
         self._last: tuple[Event, float] | None = None
 
     def start(self) -> None:
-        """Once, before the first step: waits for the device. All later times are counted from this one by the device
-        alone. Where the host's first look came late, that delay would be taken off a later step's time."""
+        """Once, before the first step: waits for the device. All later times are counted from this one by the
+        device only. Where the host's first look came late, that delay would be taken off a later step's time."""
         if self._last is None:
             event = self.device.event()
             event.record()
@@ -70,16 +70,16 @@ class Launched:
 
     def __init__(
         self,
-        told: torch.Tensor,
+        numbers: torch.Tensor,
         good: torch.Tensor,
         read: Callable[[list[float]], StepResult],
         clock: DeviceClock | None = None,
     ) -> None:
-        """told: loss, gradient norm and the step metrics' means; `read` makes the result of them. good: fp32 [], where
-        told is: 1 where both are numbers and the update is applied, else 0. clock: of the device that has yet to
-        compute told; None where told is on the host already."""
+        """numbers: loss, gradient norm and the step metrics' means; `read` makes the result of them. good: fp32 [], on
+        the same device: 1 where both are finite and the update is applied, else 0. clock: of the device that has yet to
+        compute the numbers; None where they are on the host already."""
         self.good, self._read, self._clock = good, read, clock
-        self._moving: dict[str, torch.Tensor] = {"": told}
+        self._moving: dict[str, torch.Tensor] = {"": numbers}
         self._arrived: Event | None = None
         self._sent_at = 0.0
 
@@ -163,10 +163,12 @@ class TrainStep:
         self.phase("collective")
         total = engine.sum_losses(total)
         norm = self._norm() if inside is None else inside.end()
-        told = torch.cat((torch.stack((total, norm.to(total.device))).double(), engine.told().to(total.device)))
+        numbers = torch.cat(
+            (torch.stack((total, norm.to(total.device))).double(), engine.metric_means().to(total.device))
+        )
         if not self.late:
-            told = told.cpu()
-        good = told[:2].isfinite().all().float()
+            numbers = numbers.cpu()
+        good = numbers[:2].isfinite().all().float()
         # Both numbers are the same on every rank, and so is the decision.
         applied = self.late or bool(good)
         self.phase("update")
@@ -178,13 +180,13 @@ class TrainStep:
 
         def read(values: list[float]) -> StepResult:
             loss, norm, *extras = values
-            told = {name: value for name, value in zip(names, extras) if _finite(value)}
+            metrics = {name: value for name, value in zip(names, extras) if _finite(value)}
             applied = _finite(loss) and _finite(norm)
             partly = inside is not None and _finite(loss) and not applied
             counts = (tokens, trained, squares)
-            return StepResult(step, loss, norm, lr, *counts, applied, told, partly=partly, shown=Shown(*shown))
+            return StepResult(step, loss, norm, lr, *counts, applied, metrics, partly=partly, shown=Shown(*shown))
 
-        return Launched(told, good, read, clock)
+        return Launched(numbers, good, read, clock)
 
     def _norm(self) -> torch.Tensor:
         """Of the whole model's gradient; where there are other ranks, after theirs were added."""

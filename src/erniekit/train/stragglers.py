@@ -1,6 +1,6 @@
 """Which rank is slow, and at what: each rank's own work, set side by side every so many steps. Hooked in by recipes/.
 
-Ranks that wait for each other all take the same time a step; only the time apart from communication tells them apart.
+Ranks that wait for each other all take the same time a step; only the time without communication shows the slow one.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Stragglers(Hook):
         self._latest: list[dict[str, float]] = []  # per rank, seconds a step, of the last check
 
     def phase(self, name: str) -> None:
-        """Where the loop is from now on; the watchdog is told the same."""
+        """Where the loop is from now on; the watchdog gets the same."""
         now = time.perf_counter()
         if self._part:
             self._seconds[self._part] += now - self._since
@@ -143,15 +143,15 @@ def device_probe(device: Device, size: int = 4096) -> Callable[[], float] | None
     """Times a matrix product on the card (0.3 ms on an H100); None on a CPU, where the host's clock sees the work."""
     if not device.asynchronous:
         return None
-    left = torch.ones(size, size, device=device.handle, dtype=torch.bfloat16)
-    out = torch.empty_like(left)
+    matrix = torch.ones(size, size, device=device.handle, dtype=torch.bfloat16)
+    out = torch.empty_like(matrix)
 
     def seconds() -> float:
         best = float("inf")
         for _ in range(5):  # the best: others use the card too
             device.synchronise()
             began = time.perf_counter()
-            torch.mm(left, left, out=out)
+            torch.mm(matrix, matrix, out=out)
             device.synchronise()
             best = min(best, time.perf_counter() - began)
         return best

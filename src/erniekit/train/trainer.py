@@ -52,7 +52,7 @@ class Trainer:
         return self.step.engine.model
 
     def stop(self, reason: str) -> None:
-        """Ends the run after this step, as finished: with a save and a result. On several ranks all must ask."""
+        """Ends the run after this step, as finished: with a save and a result. On several ranks all must call it."""
         self.stop_reason = self.stop_reason or reason
 
     def fit(self) -> None:
@@ -102,7 +102,7 @@ class Trainer:
             hook.phase(name)
 
     def _count(self, result: StepResult, packs: tuple[int, ...]) -> bool:
-        """Counters move only here. True when the guard wants the last checkpoint back."""
+        """Counters move only here. True when the guard requests the last checkpoint."""
         state = self.state
         state.step = result.step
         state.packs += self._packs_per_step

@@ -1,6 +1,6 @@
 """The hang watchdog: silence first gets the stacks of all threads written, then ends the process for a restart.
 
-Every rank has its own, so all ranks of a hang write; the loop says where it is by `phase`. Hooked in by recipes/.
+Every rank has its own, so all ranks of a hang write; the loop reports where it is by `phase`. Hooked in by recipes/.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Watchdog(Hook):
         self._stop, self._ready = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="erniekit-watchdog", daemon=True)
         self._monitor: subprocess.Popen[bytes] | None = None
-        self._hearing = ExitStack()
+        self._listening = ExitStack()
 
     # The loop's side: a microsecond or two each.
 
@@ -132,13 +132,13 @@ class Watchdog(Hook):
 
     def __enter__(self) -> Watchdog:
         self.phase("start")
-        self._hearing.enter_context(heartbeat.heard_by(self.progress))
+        self._listening.enter_context(heartbeat.heard_by(self.progress))
         faulthandler.register(STACKS_SIGNAL, file=self._stacks_file, all_threads=True, chain=False)
         self._thread.start()
         self._ready.wait(5)
         fds = (self._heart_file.fileno(), self._stacks_file.fileno())
-        words = (os.getpid(), self.rank, self.folder.absolute(), self._every, int(STACKS_SIGNAL), *fds)
-        command = [sys.executable, "-I", "-S", monitor.__file__, *map(str, words)]
+        arguments = (os.getpid(), self.rank, self.folder.absolute(), self._every, int(STACKS_SIGNAL), *fds)
+        command = [sys.executable, "-I", "-S", monitor.__file__, *map(str, arguments)]
         try:
             self._monitor = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=fds, cwd="/"
@@ -148,7 +148,7 @@ class Watchdog(Hook):
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._hearing.close()
+        self._listening.close()
         self._stop.set()
         if self._monitor is not None:
             self._monitor.kill()
@@ -167,21 +167,21 @@ class Watchdog(Hook):
         self._beats.set_reported(0.0, thread)
         self._ready.set()
         detector = HangDetector(self._beats, self._every)
-        alone = False
+        monitor_ended = False
         while not self._stop.wait(self._every):
-            word, beat, silence = detector.check()
-            if word == "soft":
+            state, beat, silence = detector.check()
+            if state == "soft":
                 self._report(beat, silence, thread)
-            elif word == "hard":
+            elif state == "hard":
                 if self._beats.reported()[0] != beat.at:  # hard below soft
                     self._report(beat, silence, thread)
                 say(f"{headline(self.rank, beat, silence)}: ending with code {EXIT_CODE}, for a restart")
                 os._exit(EXIT_CODE)
-            elif word == "back":
+            elif state == "back":
                 say(f"rank {self.rank} goes on: step {beat.step}, phase {beat.phase}")
-            code = self._monitor.poll() if self._monitor is not None and not alone else None
+            code = self._monitor.poll() if self._monitor is not None and not monitor_ended else None
             if code is not None and not self._stop.is_set():
-                alone = True
+                monitor_ended = True
                 say(f"the monitor process of rank {self.rank} ended ({code}); the thread watches alone")
 
     def _report(self, beat: Beat, silence: float, thread: int) -> None:
@@ -211,7 +211,7 @@ def _shared_file(name: str) -> IO[bytes]:
 def flight_recorder(last: int = 16) -> str:
     """The last collectives as torch recorded them; "" where it does not (TORCH_FR_BUFFER_SIZE is 0 or unset).
 
-    The ranks' numbers side by side tell who never entered which one.
+    The ranks' numbers side by side show which rank never entered which one.
     """
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_available():

@@ -83,7 +83,7 @@ def test_a_broken_library_costs_one_line_on_the_screen_and_is_told_whole_in_the_
     assert len(said) < 240
     assert "gemm() got a keyword" in said
     assert "erniekit-torch[flash4]" in said
-    (story,) = [each for each in broken.stories() if each.startswith("some-kernels")]
+    (story,) = [each for each in broken.tracebacks() if each.startswith("some-kernels")]
     assert "note 5 of a compiler" in story
 
 

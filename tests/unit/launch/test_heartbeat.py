@@ -43,7 +43,7 @@ def hear(clock: Clock, *pulses: Heartbeat) -> None:
     """Seconds pass, in each tenth of which all of these hear a beat of the other machine."""
     for _ in range(20):
         clock.sleep(0.1)
-        until(lambda: all(one._heard[1 - one.me] == clock.now for one in pulses))
+        until(lambda: all(one._changed_at[1 - one.me] == clock.now for one in pulses))
 
 
 def listen(clock: Clock, seconds: float, one: Heartbeat) -> None:
@@ -73,7 +73,7 @@ def test_a_launcher_whose_ranks_have_finished_may_be_silent(pulse: Callable, clo
     one.start()
     two.start()
     two.done()
-    until(lambda: one._said[1].endswith(heartbeat.DONE))
+    until(lambda: one._beats[1].endswith(heartbeat.DONE))
     two.close()
     listen(clock, 10, one)
     assert one.silent(0.2) == []

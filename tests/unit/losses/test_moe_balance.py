@@ -144,9 +144,9 @@ def test_what_is_told_are_means_over_rows_and_layers() -> None:
     batch = collate(packs())
     _, engine = model()
     engine.forward_backward([batch, batch], [1.0, 1.0])
-    twice = engine.told()
+    twice = engine.metric_means()
     engine.forward_backward([batch], [1.0])
-    assert torch.allclose(twice, engine.told())
+    assert torch.allclose(twice, engine.metric_means())
     assert 1.0 < float(twice[0]) < MOE.experts  # 2 of 6 chosen by an even router: 2
 
 
@@ -187,7 +187,7 @@ def test_a_frozen_router_has_no_orthogonal_loss_but_its_balance_still_reaches_th
     batch = collate(packs())
     engine.forward_backward([batch], [batch.num_label_tokens])
     with_losses = built.layers[0].mlp.down.weight.grad.clone()
-    assert torch.isnan(engine.told()[2])
+    assert torch.isnan(engine.metric_means()[2])
     bare, engine = model(RouterLossWeights())
     engine.forward_backward([batch], [batch.num_label_tokens])
     assert not torch.allclose(with_losses, bare.layers[0].mlp.down.weight.grad, atol=1e-6)

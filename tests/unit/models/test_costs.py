@@ -20,7 +20,7 @@ from erniekit.lora.settings import LoRASettings
 from erniekit.losses.causal import causal_loss
 from erniekit.models import costs
 from erniekit.models.config import DecoderConfig, MoEShape
-from erniekit.models.costs import Seen
+from erniekit.models.costs import TokenCounts
 from erniekit.models.init import init_weights
 from erniekit.models.layers.decoder import Decoder
 from erniekit.parallel.recompute import apply_recompute
@@ -39,7 +39,7 @@ LARGE = DecoderConfig(
     max_positions=131072, mtp_layers=1, moe=MoEShape(64, 6, 1536, 3072, start=1, end=27),
 )  # fmt: skip
 LENGTH, UNTRAINED = 24, 7
-SEEN = Seen(LENGTH, LENGTH - UNTRAINED, LENGTH**2)
+SEEN = TokenCounts(LENGTH, LENGTH - UNTRAINED, LENGTH**2)
 
 
 # --- weights
@@ -185,7 +185,7 @@ def test_flops_of_layers_that_predict_further_tokens_are_those_torch_counts() ->
     c = replace(DENSE, mtp_layers=2)
     ids = torch.arange(LENGTH + 1).numpy().astype("int32") % 64
     batch = collate([Pack((Sample(ids[:-1], ids[1:]),))], ahead=2)
-    told, without = (costs.step_flops(c, Seen(LENGTH, LENGTH, LENGTH**2), further=n) for n in (2, 0))
+    told, without = (costs.step_flops(c, TokenCounts(LENGTH, LENGTH, LENGTH**2), further=n) for n in (2, 0))
     model = Decoder(c)
     init_weights(model, seed=2, std=0.3)
     model.mtp_weight, model.records = 0.3, []
@@ -230,7 +230,7 @@ def test_a_reference_that_runs_adds_a_forward_pass_without_adapters_or_further_l
 def test_flops_count_the_experts_a_token_meets_not_those_that_exist() -> None:
     assert LARGE.moe is not None
     more = replace(LARGE, moe=replace(LARGE.moe, experts=128))
-    one = Seen(1, 0, 0)
+    one = TokenCounts(1, 0, 0)
     assert costs.step_flops(more, one) - costs.step_flops(LARGE, one) == 6 * 27 * 64 * 2560, "the router's"
     norms_and_biases = (2 * 28 + 1) * 2560 + 27 * 64
     assert costs.token_flops(LARGE) == 6 * (3_352_150_208 - norms_and_biases)

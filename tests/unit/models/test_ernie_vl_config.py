@@ -10,7 +10,7 @@ import pytest
 from erniekit.errors import CheckpointError
 from erniekit.models import MODELS, costs, find, vision_costs
 from erniekit.models.config import DecoderConfig
-from erniekit.models.costs import Seen
+from erniekit.models.costs import TokenCounts
 
 TOWER = {"depth": 32, "hidden_size": 1280, "num_heads": 16, "mlp_ratio": 4, "patch_size": 14}
 VL_28B: dict[str, Any] = {
@@ -53,7 +53,7 @@ def test_released_shapes_have_their_published_counts(
 def test_flops_are_those_of_the_tokens_and_patches_seen() -> None:
     """spec: a text token 12.4 GFLOP with LoRA, a vision token 7.3 in the decoder, tower and resampler 5.3."""
     c = read(VL_28B)
-    text, vision = (costs.step_flops(c, Seen(1, 0, 0, seen), frozen_base=True) for seen in (0, 1))
+    text, vision = (costs.step_flops(c, TokenCounts(1, 0, 0, seen), frozen_base=True) for seen in (0, 1))
     assert text == pytest.approx(12.4e9, rel=0.02)
     assert vision == pytest.approx(7.3e9, rel=0.02)
     seen = vision_costs.Patches(4, 0, 1)

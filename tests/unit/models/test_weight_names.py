@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from erniekit.lora.projections import word_of
+from erniekit.lora.projections import short_name_of
 from erniekit.models import MODELS, find
 from erniekit.models.names import grouped_qkv
 
@@ -191,7 +191,7 @@ def test_lora_targets_are_names_of_the_table():
         spec = MODELS.get(kind)
         variants = {"ernie4_5": "ernie_tied", "ernie4_5_moe": "ernie_moe", "ernie4_5_vl_moe": "vl", "llama": "llama"}
         _, entries = model_and_entries(variants[kind], "hf")
-        projections = {word_of(n.rpartition(".")[0]) for e in entries for n in e.theirs}
+        projections = {short_name_of(n.rpartition(".")[0]) for e in entries for n in e.theirs}
         assert set(spec.lora_targets) <= projections
 
 

@@ -80,8 +80,8 @@ def test_losses_and_gradients_are_bit_for_bit_those_of_weights_on_the_device(
     got = steps(model)
     assert len(got) == len(want)
     assert all(torch.equal(a, b) for a, b in zip(got, want))
-    assert len(host._rooms) == 2
-    assert sum(room.numel() for room in host._rooms) < host.host_bytes
+    assert len(host._buffers) == 2
+    assert sum(buffer.numel() for buffer in host._buffers) < host.host_bytes
 
 
 def test_a_step_copies_each_layer_twice_but_those_at_the_turns_that_are_still_there(folder: Path) -> None:
@@ -117,6 +117,6 @@ def test_backward_of_a_layer_reads_its_own_weights_though_rooms_are_filled_again
     model, host = adapted(folder, HOSTED, "wint4/8")
     ids = torch.randint(3, 1000, (1, 16), generator=torch.Generator().manual_seed(7))
     loss = model(ids, labels=ids)
-    assert 0 not in host._held
+    assert 0 not in host._layer_in
     loss.backward()
-    assert 0 in host._held
+    assert 0 in host._layer_in

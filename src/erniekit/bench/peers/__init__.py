@@ -1,6 +1,6 @@
 """PEERS: other ways to train the same model, each a Runner in a file of its own; and what each needs to be there.
 
-Read by turns.py; nothing here is imported before it is asked for, and what is missing is reported, not an error.
+Read by turns.py; nothing here is imported before it is used, and what is missing is reported, not an error.
 """
 
 from __future__ import annotations

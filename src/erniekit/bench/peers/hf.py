@@ -31,7 +31,7 @@ class Transformers(Runner):
     compiled = False
     masters = False  # fp32 weights and moments behind the 16-bit weights, as ours
     best_attention = False  # FlashAttention-4 where transformers can use it
-    thrifty = False  # layers are computed again in the backward pass, though the workload does not ask for it
+    thrifty = False  # layers are computed again in the backward pass, though the workload does not require it
 
     def build(self) -> None:
         task, work = self.task, self.task.workload
@@ -45,8 +45,8 @@ class Transformers(Runner):
         again = work.recompute or self.thrifty
         if again:
             self.recompute()
-        said = (("FlashAttention-4", self.flash4), ("layers recomputed", again))
-        self.note = ", ".join(word for word, on in said if on)
+        notes = (("FlashAttention-4", self.flash4), ("layers recomputed", again))
+        self.note = ", ".join(note for note, on in notes if on)
         if self.compiled:
             self.compile_layers()
         trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -181,7 +181,7 @@ class Transformers(Runner):
         losses = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="none")
         return -losses.view_as(labels).sum(1)
 
-    # --- what is asked of any runner ---
+    # --- the interface of any runner ---
 
     @torch.no_grad()
     def probe_logits(self) -> torch.Tensor:

@@ -16,7 +16,7 @@ class Liger(Transformers):
     _patch: ClassVar[Patch | None] = None
 
     def adapted(self, model: Any) -> Any:
-        """Norms, MLPs and the loss are of this model alone."""
+        """Norms, MLPs and the loss are patched in this model only."""
         from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 
         _apply_liger_kernel_to_instance(model=model)

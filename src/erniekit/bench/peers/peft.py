@@ -50,7 +50,7 @@ class Peft(Transformers):
 
 
 class PeftAttention(Peft):
-    """Less work than the workload asks of us: no adapter outside attention."""
+    """Less work than ours: no adapter outside attention."""
 
     name = "peft-attention"
     experts = False

@@ -72,5 +72,5 @@ class VisionPeft(PeftAttention):
             return given
         where = torch.arange(length, device=rows.ids.device)
         document = torch.bucketize(where, rows.bounds[1:], right=True)
-        seen = (document[:, None] == document) & (where[:, None] >= where)
-        return given | {"attention_mask": seen[None, None]}
+        mask = (document[:, None] == document) & (where[:, None] >= where)
+        return given | {"attention_mask": mask[None, None]}

@@ -1,6 +1,6 @@
 """PEFT's expert adapters through unsloth-zoo's grouped products: the same adapters as `peft`. Listed in PEERS.
 
-The package insists on `unsloth` when it is imported whole; its expert path alone does not need it, so only that is
+The package insists on `unsloth` when it is imported whole; its expert path does not need it, so only that is
 loaded.
 """
 

@@ -1,6 +1,6 @@
 """The same over a base in 4 bits (NF4 of bitsandbytes): what unsloth-zoo trains where memory is short. Listed in PEERS.
 
-Experts are stacks that bitsandbytes alone does not know: unsloth-zoo's forward dequantises a layer's and multiplies by
+Experts are stacks that bitsandbytes does not support: unsloth-zoo's forward dequantises a layer's and multiplies by
 groups. Attention, dense and shared linears are bitsandbytes' own. Router, norms and head stay as they are.
 """
 
@@ -26,7 +26,7 @@ class Unsloth4Bit(Unsloth):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """PEFT asks an expert weight for its shape, which packed bytes do not have."""
+        """PEFT reads an expert weight's shape, which packed bytes do not have."""
         from peft.tuners.lora.layer import ParamWrapper
 
         patch = Unsloth4Bit._shapes = Unsloth4Bit._shapes or Patch((ParamWrapper, "get_param"))

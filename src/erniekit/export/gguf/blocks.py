@@ -23,24 +23,24 @@ class Unstorable(ValueError):
     """A weight is inf or nan, or too large for the type."""
 
 
-def encode(weights: torch.Tensor, word: str) -> torch.Tensor:
+def encode(weights: torch.Tensor, type_name: str) -> torch.Tensor:
     """[rows, columns] -> uint8 [rows, bytes]."""
-    if word in _PLAIN:
-        out = weights.to(_PLAIN[word]).contiguous()
+    if type_name in _PLAIN:
+        out = weights.to(_PLAIN[type_name]).contiguous()
         _require_finite(out)
         return out.view(torch.uint8)
     blocks = weights.float().reshape(-1, BLOCK)
-    return _QUANTISERS[word](blocks).reshape(len(weights), -1)
+    return _QUANTISERS[type_name](blocks).reshape(len(weights), -1)
 
 
-def decode(data: torch.Tensor, word: str) -> torch.Tensor:
+def decode(data: torch.Tensor, type_name: str) -> torch.Tensor:
     """uint8 [rows, bytes] -> fp32 [rows, columns]."""
-    if word in _PLAIN:
-        return data.view(_PLAIN[word]).float()
-    blocks = data.reshape(-1, BLOCK_BYTES[word])
-    if word == "Q8_0":
+    if type_name in _PLAIN:
+        return data.view(_PLAIN[type_name]).float()
+    blocks = data.reshape(-1, BLOCK_BYTES[type_name])
+    if type_name == "Q8_0":
         out = blocks[:, 2:].view(torch.int8) * blocks[:, :2].view(torch.float16).float()
-    elif word == "Q4_0":
+    elif type_name == "Q4_0":
         out = (_halves(blocks[:, 2:]).to(torch.int8) - 8) * blocks[:, :2].view(torch.float16).float()
     else:
         out = _E2M1[_halves(blocks[:, 1:]).int()] * torch.exp2(blocks[:, :1] - 128.0)

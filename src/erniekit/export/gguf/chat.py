@@ -20,7 +20,7 @@ MODELFILE = "Modelfile"
 # llama.cpp hands a template these two, read from the ids of the file.
 _GIVEN = ("bos_token", "eos_token")
 _ROLES = ("system", "user", "assistant")
-_SAID = "⟦{}⟧"  # stands for a message: nothing a template looks for
+_MARKER = "⟦{}⟧"  # placeholder of a message: nothing a template looks for
 
 
 def create_command(folder: Path) -> str:
@@ -59,15 +59,15 @@ def modelfile(file: str, tokenizer: Tokenizer, bos: bool) -> str:
 
 @dataclass(frozen=True)
 class _Parts:
-    """A template that goes message by message: what stands first, around each role's text, and before an answer."""
+    """A template that goes message by message: the text at the start, around each role's, and before a reply."""
 
     first: str
     around: dict[str, tuple[str, str]]
-    ask: str
+    generation_prompt: str
 
     def text(self, messages: list[dict[str, str]]) -> str:
-        said = (self.around[m["role"]][0] + m["content"] + self.around[m["role"]][1] for m in messages)
-        return self.first + "".join(said) + self.ask
+        texts = (self.around[m["role"]][0] + m["content"] + self.around[m["role"]][1] for m in messages)
+        return self.first + "".join(texts) + self.generation_prompt
 
     def go(self, left_out: str) -> str:
         """left_out: what Ollama puts first by itself."""
@@ -76,7 +76,7 @@ class _Parts:
             for n, (role, (before, after)) in enumerate(self.around.items())
         ]
         every = "{{ range .Messages }}" + "".join(roles) + "{{ end }}{{ end }}"
-        return _go(self.first.removeprefix(left_out)) + every + _go(self.ask)
+        return _go(self.first.removeprefix(left_out)) + every + _go(self.generation_prompt)
 
 
 def _go(text: str) -> str:
@@ -91,31 +91,31 @@ def _parts(tokenizer: Tokenizer) -> _Parts | None:
         for system, turns in itertools.product(((), ("system",)), range(3))
     ]
     try:
-        wanted = [prompt_text(messages, tokenizer) for messages in tried]
-        found = _found(wanted[1], wanted[3], prompt_text(tried[0], tokenizer, ask=False))
+        expected = [prompt_text(messages, tokenizer) for messages in tried]
+        found = _found(expected[1], expected[3], prompt_text(tried[0], tokenizer, ask=False))
     except TemplateRefused:
         return None
-    return found if found and all(found.text(m) == text for m, text in zip(tried, wanted)) else None
+    return found if found and all(found.text(m) == text for m, text in zip(tried, expected)) else None
 
 
 def _conversation(roles: tuple[str, ...]) -> list[dict[str, str]]:
-    return [{"role": role, "content": _SAID.format(n)} for n, role in enumerate(roles)]
+    return [{"role": role, "content": _MARKER.format(n)} for n, role in enumerate(roles)]
 
 
-def _found(turn: str, system: str, unasked: str) -> _Parts | None:
-    """From user-assistant-user, system-user and user alone without an answer asked for."""
-    said = [_SAID.format(n) for n in range(3)]
-    if not all(s in turn for s in said) or not all(s in system for s in said[:2]) or said[0] not in unasked:
+def _found(turn: str, system: str, unprompted: str) -> _Parts | None:
+    """From user-assistant-user, system-user, and user without a generation prompt."""
+    markers = [_MARKER.format(n) for n in range(3)]
+    if not all(s in turn for s in markers) or not all(s in system for s in markers[:2]) or markers[0] not in unprompted:
         return None
-    before_user, _, after_user = unasked.partition(said[0])
-    _, _, rest = turn.partition(said[0])
-    between, _, rest = rest.partition(said[1])
-    again, _, end = rest.partition(said[2])
+    before_user, _, after_user = unprompted.partition(markers[0])
+    _, _, rest = turn.partition(markers[0])
+    between, _, rest = rest.partition(markers[1])
+    again, _, end = rest.partition(markers[2])
     if not end.startswith(after_user) or not between.startswith(after_user):
         return None
-    ask, before_answer = end.removeprefix(after_user), between.removeprefix(after_user)
-    before_system, _, rest = system.partition(said[0])
-    between, _, _ = rest.partition(said[1])
+    prompt, before_answer = end.removeprefix(after_user), between.removeprefix(after_user)
+    before_system, _, rest = system.partition(markers[0])
+    between, _, _ = rest.partition(markers[1])
     # `again` is what closes an answer and opens a question, `between` what closes the system text and opens one.
     # The opening is the longest end that both share and that the first message has as well.
     opens = _shared_end(_shared_end(again, between), before_user)
@@ -127,7 +127,7 @@ def _found(turn: str, system: str, unasked: str) -> _Parts | None:
         "user": (opens, after_user),
         "assistant": (before_answer, again.removesuffix(opens)),
     }
-    return _Parts(first, around, ask)
+    return _Parts(first, around, prompt)
 
 
 def _shared_end(one: str, other: str) -> str:

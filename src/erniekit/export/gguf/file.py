@@ -25,19 +25,19 @@ from erniekit.extras import install_command
 
 ALIGNMENT = 32
 _READ = 4 << 20  # bytes read in one go
-_AT_ONCE = 1 << 19  # weights that are converted in one go: what a tensor costs beside itself
+_AT_ONCE = 1 << 19  # weights that are converted in one go: what a tensor costs besides itself
 
 
 @dataclass(frozen=True)
 class StoredTensor:
     name: str
     shape: tuple[int, ...]  # as torch counts dims; the file has them the other way round
-    word: str  # F32, Q8_0 ...
+    type_name: str  # F32, Q8_0 ...
 
     @property
     def size(self) -> int:
         """In bytes."""
-        return prod(self.shape[:-1]) * row_bytes(self.word, self.shape[-1])
+        return prod(self.shape[:-1]) * row_bytes(self.type_name, self.shape[-1])
 
 
 def library() -> Any:
@@ -52,7 +52,7 @@ def library() -> Any:
 
 def write_header(path: Path, arch: str, fields: Mapping[str, Any], tensors: Sequence[StoredTensor]) -> None:
     gguf = library()
-    logging.getLogger(gguf.__name__).setLevel(logging.WARNING)  # it tells its own progress
+    logging.getLogger(gguf.__name__).setLevel(logging.WARNING)  # it prints its own progress
     writer = gguf.GGUFWriter(path, arch)
     for key, value in fields.items():
         if isinstance(value, list):
@@ -61,8 +61,8 @@ def write_header(path: Path, arch: str, fields: Mapping[str, Any], tensors: Sequ
             add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
             add[type(value)](key, value)
     for tensor in tensors:
-        kind = gguf.GGMLQuantizationType[tensor.word]
-        # raw_dtype sets the tensor's type; the numpy dtype beside it is ignored.
+        kind = gguf.GGMLQuantizationType[tensor.type_name]
+        # raw_dtype sets the tensor's type; the numpy dtype is ignored.
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.size, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -83,10 +83,10 @@ class GgufWriter:
         checksum = 0
         for rows in _pieces(weights):
             try:
-                data = encode(rows, tensor.word).numpy().data
+                data = encode(rows, tensor.type_name).numpy().data
             except Unstorable:
                 raise CheckpointError(
-                    f"{tensor.name} holds a weight that {tensor.word} cannot: inf, nan or too large",
+                    f"{tensor.name} holds a weight that {tensor.type_name} cannot: inf, nan or too large",
                     where=str(self._source),
                     fix="check the weights; where they are only large, choose gguf_type=bf16",
                 ) from None
@@ -125,11 +125,11 @@ class GgufTensors:
     def fill(self, name: str, out: torch.Tensor, first: int = 0) -> None:
         """Rows from `first` on, in fp32."""
         tensor, offset = self._at[name]
-        offset += first * row_bytes(tensor.word, out.shape[-1])
+        offset += first * row_bytes(tensor.type_name, out.shape[-1])
         for rows in _pieces(out):
-            size = len(rows) * row_bytes(tensor.word, rows.shape[-1])
+            size = len(rows) * row_bytes(tensor.type_name, rows.shape[-1])
             data = torch.frombuffer(self._bytes(offset, size), dtype=torch.uint8)
-            rows.copy_(decode(data.view(len(rows), -1), tensor.word))
+            rows.copy_(decode(data.view(len(rows), -1), tensor.type_name))
             offset += size
 
     def _bytes(self, offset: int, size: int) -> bytearray:

@@ -1,4 +1,4 @@
-"""The GGUF names of our tensors, in the shapes llama.cpp reads: one more layout beside those of models/.
+"""The GGUF names of our tensors, in the shapes llama.cpp reads: one more layout besides those of models/.
 
 Called by run.py. Facts from llama.cpp's model files: ERNIE rotates neighbouring channels there as it does here; for
 LLaMA, whose channels pair up across halves, the rows of queries and keys are interleaved instead.

@@ -1,4 +1,4 @@
-"""The proof that comes with a GGUF file: it reads back as written, and how far its answers are from the source's.
+"""The proof that comes with a GGUF file: it reads back as written, and how far its outputs are from the source's.
 
 Called by export/run.py on the file it has written and not yet published.
 """
@@ -21,7 +21,7 @@ from erniekit.lora.adapter import Adapter
 
 @dataclass(frozen=True)
 class GgufProof:
-    """kl: mean over the tokens asked, in nats, of the file's next-token distribution from the source's."""
+    """kl: mean over the tested tokens, in nats, of the file's next-token distribution from the source's."""
 
     kl: float
     largest: float  # difference of two logits
@@ -30,7 +30,7 @@ class GgufProof:
     saved_allowed: float = 0.0
 
     def lines(self, merged: str) -> list[str]:
-        """`merged`: what was put on the base, in words; empty for a model as it was."""
+        """`merged`: what was put on the base, as text; empty for a model as it was."""
         source = f"base + {merged}" if merged else "the source"
         out = [
             "every tensor reads back as written",
@@ -46,13 +46,13 @@ class GgufProof:
 def prove_gguf(source: ModelFolder, adapter: Adapter | None, written: GgufWeights, probe: Probe | None) -> GgufProof:
     """Raises CheckpointError unless the file is what it should be.
 
-    Only fp32 has a bound on its answers: what rounding does to those of a smaller type is stated, not judged."""
+    Only fp32 has a bound on its outputs: what rounding does to those of a smaller type is stated, not judged."""
     written.check()
     ids = default_ids(source.config.vocab_size) if probe is None else probe.ids
     exact = written.plan.kind.name == "F32"
     experts = SameExperts() if exact else None
-    want = _answer(streamed(source, adapter), ids, experts)
-    got = _answer(written.model(), ids, experts)
+    want = _logits(streamed(source, adapter), ids, experts)
+    got = _logits(written.model(), ids, experts)
     difference = largest(got - want)
     allowed = FP32_RELATIVE * max(10.0, largest(want)) if exact else torch.finfo(torch.float32).max
     require(difference, allowed, "the file does not answer as its source", source)
@@ -65,7 +65,7 @@ def prove_gguf(source: ModelFolder, adapter: Adapter | None, written: GgufWeight
     return GgufProof(kl, difference, ids.numel(), saved, saved_allowed)
 
 
-def _answer(model: nn.Module, ids: torch.Tensor, experts: SameExperts | None) -> torch.Tensor:
+def _logits(model: nn.Module, ids: torch.Tensor, experts: SameExperts | None) -> torch.Tensor:
     logits: torch.Tensor = experts.run(model, ids) if experts else model(ids)[0]
     model.to("meta")  # its hooks hold it in a circle: the weights must not wait for the collector
     return logits

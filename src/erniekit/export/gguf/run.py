@@ -48,13 +48,13 @@ class GgufPlan:
         return sum(tensor.size for tensor in self.tensors.values())
 
 
-def gguf_plan(folder: ModelFolder, tokenizer: Path, word: str) -> GgufPlan:
+def gguf_plan(folder: ModelFolder, tokenizer: Path, type_key: str) -> GgufPlan:
     """Raises where the package, or llama.cpp for this model, is missing something."""
     library()
     refuse_score_head(folder.config.labels, "GGUF", str(folder.path))
     check_expressible(folder.config, str(folder.path / "config.json"))
     config = stored_config(folder.config)
-    kind, entries, further = gguf_type(word, config), gguf_names(config), further_tensors(config)
+    kind, entries, further = gguf_type(type_key, config), gguf_names(config), further_tensors(config)
     state = folder.meta().state_dict()
     shapes = {name: tuple(tensor.shape) for name, tensor in further.items()}
     for entry in entries:

@@ -23,9 +23,9 @@ class GgufType:
     rest: str
 
 
-def gguf_type(word: str, c: DecoderConfig) -> GgufType:
+def gguf_type(key: str, c: DecoderConfig) -> GgufType:
     """The 4-bit types keep embedding and head in 8 bits. MXFP4 of a model with experts is what llama.cpp calls so: the
-    routed experts alone, which are nearly all of the weights."""
+    routed experts only, which are nearly all of the weights."""
     other = "Q8_0" if c.moe else "MXFP4"
     return {
         "f32": GgufType("F32", 0, "F32", "F32", "F32"),
@@ -34,7 +34,7 @@ def gguf_type(word: str, c: DecoderConfig) -> GgufType:
         "q8_0": GgufType("Q8_0", 7, "Q8_0", "Q8_0", "Q8_0"),
         "q4_0": GgufType("Q4_0", 2, "Q8_0", "Q4_0", "Q4_0"),
         "mxfp4": GgufType("MXFP4", 38, "Q8_0", "MXFP4", other),
-    }[word]
+    }[key]
 
 
 def stored_as(kind: GgufType, name: str, shape: tuple[int, ...]) -> str:
@@ -42,11 +42,11 @@ def stored_as(kind: GgufType, name: str, shape: tuple[int, ...]) -> str:
     if len(shape) == 1 or name.endswith("ffn_gate_inp.weight"):
         return "F32"
     if name in ("token_embd.weight", "output.weight"):
-        word = kind.embedding
+        type_name = kind.embedding
     else:
-        word = kind.experts if name.endswith("_exps.weight") else kind.rest
-    return "F16" if word in BLOCK_BYTES and shape[-1] % BLOCK else word
+        type_name = kind.experts if name.endswith("_exps.weight") else kind.rest
+    return "F16" if type_name in BLOCK_BYTES and shape[-1] % BLOCK else type_name
 
 
-def row_bytes(word: str, columns: int) -> int:
-    return columns // BLOCK * BLOCK_BYTES[word] if word in BLOCK_BYTES else columns * BYTES[word]
+def row_bytes(type_name: str, columns: int) -> int:
+    return columns // BLOCK * BLOCK_BYTES[type_name] if type_name in BLOCK_BYTES else columns * BYTES[type_name]

@@ -1,7 +1,7 @@
 """A tokenizer as GGUF keys: pieces, scores or merges, what each piece is, and the ids with a role. Called by run.py.
 
 llama.cpp encodes by itself, in one of two ways: `llama` merges neighbours by the score of what they become, as
-SentencePiece does; `gpt2` is byte-level BPE with a pre-tokeniser it knows by name. A tokenizer that neither of them
+SentencePiece does; `gpt2` is byte-level BPE with a pre-tokeniser it has by name. A tokenizer that neither of them
 reproduces is refused, since its model would read other ids than it was trained on.
 """
 
@@ -35,7 +35,8 @@ _PRE = {
 
 
 def vocabulary_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
-    """rows: of the embedding. llama.cpp wants a piece for each; ids beyond them can never be used and are left out."""
+    """rows: of the embedding. llama.cpp requires a piece for each; ids beyond them can never be used and are left
+    out."""
     if isinstance(tokenizer.vocabulary, SentencePieceVocabulary):
         out = _sentencepiece(tokenizer, tokenizer.vocabulary.added_token)
     else:
@@ -52,7 +53,7 @@ def vocabulary_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     out |= {
         "bos_token_id": tokenizer.bos_id,
         "eos_token_id": tokenizer.eos_id,
-        "eot_token_id": tokenizer.end_id,  # an answer ends with it
+        "eot_token_id": tokenizer.end_id,  # a reply ends with it
         "unknown_token_id": roles.get("unk_token"),
         "separator_token_id": roles.get("sep_token"),
         "padding_token_id": tokenizer.pad_id,
@@ -126,7 +127,7 @@ def _scores(tokenizer: Tokenizer, vocab: dict[str, int], merges: list[Any], coun
     """llama.cpp merges whatever two neighbours become a piece, the best score first. That is what ranked pairs do where
     every such pair is among them, and those of one piece follow each other."""
     out = [-1e6] * count
-    known = set(merges)
+    merge_set = set(merges)
     order = [left + right for left, right in merges]
     starts = [piece for at, piece in enumerate(order) if at == 0 or order[at - 1] != piece]
     special = set(tokenizer.special_ids)
@@ -134,7 +135,7 @@ def _scores(tokenizer: Tokenizer, vocab: dict[str, int], merges: list[Any], coun
         pairs = ((piece[:at], piece[at:]) for at in range(1, len(piece)))
         if piece in BYTES or piece in special:
             continue
-        if any(pair not in known for pair in pairs if pair[0] in vocab and pair[1] in vocab):
+        if any(pair not in merge_set for pair in pairs if pair[0] in vocab and pair[1] in vocab):
             raise _unknown(tokenizer, f"no merge for {piece!r}, whose parts are pieces; llama.cpp would merge them")
     if len(starts) != len(set(starts)):
         raise _unknown(tokenizer, "merges of one piece apart from each other; llama.cpp has one score for a piece")
@@ -184,8 +185,8 @@ def _require_bytes(tokenizer: Tokenizer, pieces: set[str]) -> None:
         raise _unknown(tokenizer, "no pieces for single bytes; llama.cpp stops at a character it has no piece for")
 
 
-def _check_normaliser(tokenizer: Tokenizer, state: dict[str, Any], known: tuple[str, ...]) -> None:
-    if any(part.get("type") not in known for part in parts(state.get("normalizer"))):
+def _check_normaliser(tokenizer: Tokenizer, state: dict[str, Any], allowed: tuple[str, ...]) -> None:
+    if any(part.get("type") not in allowed for part in parts(state.get("normalizer"))):
         _warn_of_normaliser(tokenizer)
 
 

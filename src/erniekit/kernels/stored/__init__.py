@@ -1,6 +1,7 @@
 """Weights as they are kept and multiplied. A further kind is one file, and one line in weight_kinds.py or entry point.
 
-Linears, adapted linears and experts hold a `Stored` and ask `kind_of` it for products; none asks which kind it is.
+Linears, adapted linears and experts hold a `Stored` and get products from `kind_of` it; none depends on which kind it
+is.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def kind_named(name: str) -> WeightKind:
 
 
 def add_kind(kind: WeightKind) -> str:
-    """A kind that has settings is made by who knows them; its name, by which weights refer to it, tells them all."""
+    """A kind that has settings is made where they are; its name, by which weights refer to it, contains them all."""
     return _LOADED.setdefault(kind.name, kind).name
 
 

@@ -1,8 +1,8 @@
-"""What a kind of stored weight must say of itself; products default to those of the unpacked weight.
+"""The interface of a kind of stored weight; products default to those of the unpacked weight.
 
 A weight is a matrix [out, in], or [E, out, in] for E experts. Every tensor of a kind has the weight's rows as its first
 dimension (its first two, by expert), and rows are packed independently of each other: a cut between rows is a slice of
-each tensor. A cut between columns needs the same scales on both sides of it: `pack` is given `agree`, which answers the
+each tensor. A cut between columns needs the same scales on both sides of it: `pack` is given `agree`, which returns the
 maximum over the ranks that hold the same rows. R rows of activations.
 """
 
@@ -73,7 +73,7 @@ class WeightKind:
         raise NotImplementedError
 
     def shape(self, weight: Stored) -> tuple[int, int]:
-        """(out, in), of one expert. Asked of tensors without memory too."""
+        """(out, in), of one expert. Also of tensors without memory."""
         return weight.data.shape[-2], weight.data.shape[-1]
 
     # --- products; `turned` ones are with the transpose, as gradients need them ---
@@ -134,7 +134,7 @@ class WeightKind:
         return grad.t().mm(x) if ends is None else grouped_outer(grad, x, ends)
 
     def seen(self, rows: torch.Tensor, ends: torch.Tensor | None = None) -> torch.Tensor:
-        """What the kind wants to know of the rows of a product, fp32 [1]; empty: nothing."""
+        """What the kind observes of the rows of a product, fp32 [1]; empty: nothing."""
         return rows.new_empty(0, dtype=torch.float32)
 
     def turned_factor(self, weight: Stored) -> torch.Tensor | None:

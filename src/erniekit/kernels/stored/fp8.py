@@ -1,6 +1,6 @@
 """Weights in fp8 (e4m3) with a scale for each row, multiplied in fp8; and the base of other kinds that are.
 
-Held once, as rows. Forward multiplies by it as it lies and applies the scales to the answer. For the turned product its
+Held once, as rows. Forward multiplies by it as it lies and applies the scales to the result. For the turned product its
 bytes are transposed into scratch memory; the scales then lie along what is summed over, so that they go into the rows
 before those are rounded. Both directions multiply by exactly the same weight.
 """
@@ -28,7 +28,7 @@ CHUNK = 4096  # rows that are rounded at a time where their scales are agreed up
 
 
 class MultipliedInFp8(WeightKind):
-    """A kind says what its image in fp8 is, and the scales of its rows."""
+    """A kind defines its image in fp8, and the scales of its rows."""
 
     rows_in_fp8 = True
 

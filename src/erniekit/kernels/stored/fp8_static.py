@@ -97,7 +97,7 @@ class Fp8Static(WeightKind):
 
 
 class PlainObserved(Plain):
-    """Plain products that tell their rows' largest number: from which a first scale is taken."""
+    """Plain products that report their rows' largest number: from which a first scale is taken."""
 
     def __init__(self, block: int = 0) -> None:
         self.block, self.name = block, f"measured/{block}"
@@ -111,8 +111,8 @@ def _seen(rows: torch.Tensor, ends: torch.Tensor | None, block: int) -> torch.Te
     each = fp8_qat.rotated(rows, block) if block else rows
     if ends is None or not rows.shape[0]:
         return fp8_qat.largest(each).reshape(1)
-    known = torch.arange(rows.shape[0], device=rows.device) < ends[-1]
-    return torch.where(known, each.detach().abs().amax(-1).float(), 0.0).amax().reshape(1)
+    valid = torch.arange(rows.shape[0], device=rows.device) < ends[-1]
+    return torch.where(valid, each.detach().abs().amax(-1).float(), 0.0).amax().reshape(1)
 
 
 def _fitted(

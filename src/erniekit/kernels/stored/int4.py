@@ -1,7 +1,7 @@
 """Weights as 4-bit integers, a bf16 scale for each row: Paddle's `weight_only_int4`, two columns a byte.
 
 Integers up to 7 are exact in fp8 (e4m3): `int4-fp8` keeps the same bytes and multiplies in fp8, with the scales applied
-to the answer. Each direction unpacks into scratch memory in the order in which it reads it.
+to the result. Each direction unpacks into scratch memory in the order in which it reads it.
 """
 
 from __future__ import annotations

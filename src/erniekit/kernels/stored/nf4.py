@@ -1,7 +1,7 @@
 """Weights in NF4, blocks of 64 columns, with double quantisation (kernels/nf4.py has the tables).
 
 The codes are those of bitsandbytes. Its second quantisation is of the difference from the mean of all blocks, 256 of
-them at a time whichever rows they belong to; here it is of a row's blocks alone, by the row's largest one: what is kept
+them at a time whichever rows they belong to; here it is of a row's blocks only, by the row's largest one: what is kept
 of a row then depends on nothing else, and a cut between columns changes nothing.
 """
 

@@ -1,7 +1,7 @@
 """AdamW, and the squares of gradients, each over many tensors in one launch. Called by kernels/adamw.py.
 
-Tensors are given by address: a row of `tensors` (int64) says where a tensor's fp32 weight, its moments, its 16-bit
-weight and its count of updates are, and how long it is; `chunks` (int32 pairs) says which tensor a program works on,
+Tensors are given by address: a row of `tensors` (int64) has where a tensor's fp32 weight, its moments, its 16-bit
+weight and its count of updates are, and how long it is; `chunks` (int32 pairs) has which tensor a program works on,
 and where in it. Addresses are read on the device, so nothing is compiled or copied again for another set of tensors.
 """
 
@@ -105,13 +105,13 @@ def update(
 def squares(
     grads, lengths, chunks, sums, GRAD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    """sums[program]: the squares of a chunk's elements, fp32, added in one order whatever runs beside."""
+    """sums[program]: the squares of a chunk's elements, fp32, added in one order whatever runs at the same time."""
     tensor = tl.load(chunks + 2 * tl.program_id(0))
     start = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * (BLOCK * BLOCKS)
     grad, length = tl.load(grads + tensor), tl.load(lengths + tensor)
     total = tl.zeros((BLOCK,), tl.float32)
     if start + BLOCK * BLOCKS <= length:
-        # Without conditions in between, all loads are asked for at once.
+        # Without conditions in between, all loads are issued at once.
         for k in tl.static_range(BLOCKS):
             g = tl.load(_lanes(grad, start + k * BLOCK, GRAD, ALIGNED, BLOCK)).to(tl.float32)
             total += g * g
@@ -126,7 +126,7 @@ def squares(
 
 @triton.jit
 def judge(sums, last, sound, limit, out, COUNT: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr):
-    """out [3]: what kernels/adamw.py's Judged has, from the squares' sums. OWN: `last` is not asked for. One program:
+    """out [3]: what kernels/adamw.py's Judged has, from the squares' sums. OWN: `last` is not read. One program:
     these are a dozen operations on single numbers, each a launch of its own otherwise."""
     total = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, COUNT, BLOCK):

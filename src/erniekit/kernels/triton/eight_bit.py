@@ -16,8 +16,8 @@ def _scale(codes, scales, out, width, BC: tl.constexpr):
     columns = tl.program_id(1) * BC + tl.arange(0, BC)
     inside = columns < width
     numbers = tl.load(codes + row * width + columns, mask=inside, other=0).to(tl.float32)
-    answer = numbers * tl.load(scales + row).to(tl.float32)
-    tl.store(out + row * width + columns, answer.to(out.dtype.element_ty), mask=inside)
+    result = numbers * tl.load(scales + row).to(tl.float32)
+    tl.store(out + row * width + columns, result.to(out.dtype.element_ty), mask=inside)
 
 
 def unpacked(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

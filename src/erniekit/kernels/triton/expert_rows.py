@@ -4,7 +4,7 @@ Same signatures and results as kernels/expert_reference.py, where they are defin
 (as many programs are started as there can be; those with nothing left end at once, so no count is needed on the host)
 and walks their columns, so that the low-rank products of those rows come with the one pass over them.
 
-What decides their speed: every load of the loop is asked for tiles ahead, and a tile is small enough that three or
+What decides their speed: every load of the loop is issued tiles ahead, and a tile is small enough that three or
 four programs share a processor, where one computes while others wait. Rows past an expert's last are that last row
 once more, computed and not stored, so that loads have no masks.
 """
@@ -32,7 +32,7 @@ from erniekit.kernels.triton.expert_tiles import (
 from erniekit.kernels.triton.fast_math import sigmoid
 
 # One stage: of a tile that is a product's operand and stored as well, Triton 3.6 keeps one buffer too few where loads
-# are asked for ahead, and the next tile overwrites what the tensor cores still read. 1 row in 40,000 had wrong low
+# are issued ahead, and the next tile overwrites what the tensor cores still read. 1 row in 40,000 had wrong low
 # ranks, another one each time (tests/device/test_cuda_experts.py).
 TAKE = Tile(128, 128, 8, 1)
 LOW = Tile(64, 64, 4, 3)  # where the operand is not what is stored: rows kept in fp8, or not at all
@@ -256,7 +256,7 @@ def _activate_backward(
             ub = low_tile(UB, iu, cols, ru, wu, NU, PU, W, EVEN)
             up += su * tl.dot(zu, ub)
         if PD > 0:
-            # Without a factor the sum becomes the product's own, and Triton no longer asks for `grad` ahead.
+            # Without a factor the sum becomes the product's own, and Triton no longer loads `grad` ahead.
             da += sd * tl.dot(gl, low_tile(DA, di, cols, rd, wd, ND, PD, W, EVEN))
         s = sigmoid(gate)
         silu = gate * s

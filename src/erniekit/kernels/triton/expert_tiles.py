@@ -35,7 +35,7 @@ def strides(factor: torch.Tensor | None) -> tuple[int, ...]:
 
 
 def sizes(t: Tile, width: int, rank: int, most: int = 8192) -> dict[str, Any]:
-    """What every kernel is told of its tile and of the columns it walks. Tiles are chosen for ranks up to 32; higher
+    """The arguments of every kernel on its tile and the columns it walks. Tiles are chosen for ranks up to 32; higher
     ones need the registers, and the memory of stages; `most` is what a tile's columns times the rank may be then."""
     if rank > 32:
         t = Tile(t.rows, min(t.cols, most // padded(rank)), t.warps, min(t.stages, 2))

@@ -87,7 +87,7 @@ def _unpack(
     mask = (r < rows)[:, None] & (b < half)[None, :]
     packed = tl.load(codes + row[:, None] * half + b[None, :], mask=mask, other=0)
     if FORMAT == "int4" and not SCALED and out.dtype.element_ty == tl.float8e4nv and not _INTERPRETED:
-        answer = _int4_as_fp8(packed, BR, BC)
+        result = _int4_as_fp8(packed, BR, BC)
     else:
         if FORMAT == "nf4":
             code = tl.interleave(packed >> 4, packed & 15)
@@ -115,13 +115,13 @@ def _unpack(
                 number = tl.reshape(tl.reshape(number, (BR, BC // GROUP, GROUP)) * by[:, :, None], (BR, BC))
             else:
                 number = number * by
-        answer = number.to(out.dtype.element_ty)
+        result = number.to(out.dtype.element_ty)
     if TURNED:
         at = (matrix * width + c)[:, None] * rows + r[None, :]
-        tl.store(out + at, tl.trans(answer), mask=(c < width)[:, None] & (r < rows)[None, :])
+        tl.store(out + at, tl.trans(result), mask=(c < width)[:, None] & (r < rows)[None, :])
     else:
         inside = (r < rows)[:, None] & (c < width)[None, :]
-        tl.store(out + row[:, None] * width + c[None, :], answer, mask=inside)
+        tl.store(out + row[:, None] * width + c[None, :], result, mask=inside)
 
 
 def unpacked(

@@ -29,7 +29,7 @@ class Shape(NamedTuple):
 
 PRODUCT = Shape(128, 256, 128, 8, 4)  # in fp8
 PRODUCT_16 = Shape(128, 256, 64, 8, 4)  # in bf16
-MOST_LOW = 64  # ranks of an update whose factors fit beside the tiles of a product
+MOST_LOW = 64  # ranks of an update whose factors fit next to the tiles of a product
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 A query head's group shares its keys: the heads of a group are the rows of one product. A long context of few sequences
 is split between programs, whose parts a second kernel adds up (as flash-decoding does). How often it is split depends
-on shapes alone, never on lengths, so that a step can be recorded. T tokens, N heads, D head_dim.
+on shapes only, never on lengths, so that a step can be recorded. T tokens, N heads, D head_dim.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _joined(out, parts, stats, SPLITS: tl.constexpr, D: tl.constexpr):
 
 
 def splits_for(tokens: int, kv_heads: int, longest: int) -> int:
-    """A power of two: for as many programs as a card wants, each with places enough."""
+    """A power of two: for as many programs as fill a card, each with places enough."""
     wanted = min(MOST_SPLITS, PROGRAMS // max(1, tokens * kv_heads), longest // LEAST_SPLIT)
     return 1 << max(0, wanted.bit_length() - 1)
 

@@ -58,8 +58,8 @@ def _turned(
     q_heads, kv_heads,
     HALVES: tl.constexpr, BACK: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """q, k, v are read where their strides (of a row, a place in it, a head) say, and written where theirs of a token
-    do; heads lie side by side there. HEADS divides both numbers of heads."""
+    """q, k, v are read by their strides (of a row, a place in it, a head), and written by theirs of a token;
+    heads lie side by side there. HEADS divides both numbers of heads."""
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     head = tl.program_id(1) * HEADS
     row, place = token // length, token % length

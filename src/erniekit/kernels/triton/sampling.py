@@ -1,4 +1,4 @@
-"""Drawing tokens, a row of logits a program. Called by kernels/sampling.py, which says what is computed.
+"""Drawing tokens, a row of logits a program. Called by kernels/sampling.py, which defines what is computed.
 
 Thresholds are found by halving the range of a score's or a weight's bits, a sweep over the row each: a row of 103,424
 columns is 200 to 400 KiB and stays in the cache. A greedy row is swept once. R rows, V vocabulary.

@@ -22,7 +22,7 @@ def forward(gate_up, out, width, BLOCK: tl.constexpr):
 @triton.jit
 def backward(grad, gate_up, out, width, PAIRED: tl.constexpr, BLOCK: tl.constexpr):
     """grad [T, W], gate_up [T, 2 W] -> out [T, 2 W]: both halves of one buffer, which a concatenation writes twice.
-    PAIRED: each gate lies beside its up in gate_up; out has gates first all the same."""
+    PAIRED: each gate lies next to its up in gate_up; out has gates first all the same."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

@@ -29,12 +29,12 @@ class Context(NamedTuple):
     max_doc: int | None
     shared: Any = None  # data.types.SharedKeys, where queries and keys are different lists
     real: torch.Tensor | None = None  # bool [B, L], False on padding
-    # What a layer records of this micro-batch beside its output; None: it is not read.
+    # What a layer records of this micro-batch besides its output; None: it is not read.
     record: dict[Any, Any] | None = None
     kernel: str | None = None  # which back end of kernels/packed_attention.py, where kernels for a card fit
     packs: Packs | None = None  # the documents once more, as it takes them
     modality: torch.Tensor | None = None  # uint8 [B, L], where some tokens are not text; None: all are
-    # How many tokens are text and how many are not, where the host knows: lengths of tensors that are not read. A
+    # How many tokens are text and how many are not, where the host has it: lengths of tensors that are not read. A
     # number would be part of a compiled layer's program, and every batch would make its own.
     lengths: tuple[torch.Tensor, torch.Tensor] | None = None
     members: torch.Tensor | None = None  # bool [data rows, L]: which tokens of a joined row belong to which data row

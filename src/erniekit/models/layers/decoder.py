@@ -1,4 +1,4 @@
-"""The pre-norm decoder every model here assembles: embedding, layers, norm, head. Single device; knows no rank.
+"""The pre-norm decoder every model here assembles: embedding, layers, norm, head. Single device; no ranks.
 
 B batch, L length, H hidden, V vocab.
 """
@@ -179,7 +179,7 @@ class Decoder(nn.Module):
             if ctx.record is None:
                 x_BLH = layer(x_BLH, ctx)
                 continue
-            # A sheet of its own: compiled layers are one program, which knows no layer's number.
+            # A sheet of its own: compiled layers are one program, which has no layer's number.
             sheet: dict[str, Any] = {}
             x_BLH = layer(x_BLH, ctx._replace(record=sheet))
             ctx.record.update({(name, number): value for name, value in sheet.items()})
@@ -223,7 +223,7 @@ class Decoder(nn.Module):
         future = None if more is None else more.future
         if future is not None and self.mtp_weight and ctx.record is not None:
             further = self.losses_ahead(x_BLH, future, ctx, ignore, chunk, scale)
-            loss = loss + (further - further.detach())  # trained on, never part of the loss that is told
+            loss = loss + (further - further.detach())  # trained on, never part of the reported loss
         return loss
 
     def answers_loss(
@@ -249,7 +249,7 @@ class Decoder(nn.Module):
             x_BLH = ahead(self.embed_ids(future.ids[..., depth]), x_BLH, ctx)
             loss = self.output.loss(self.norm(x_BLH), weight, labels, bias, ignore, chunk, count, inner)
             if ctx.record is not None:
-                told = loss.detach() if inner is None else loss.detach() / inner
-                ctx.record["mtp_loss", depth] = (told, (labels != ignore).sum())
+                recorded = loss.detach() if inner is None else loss.detach() / inner
+                ctx.record["mtp_loss", depth] = (recorded, (labels != ignore).sum())
             total = total + loss
         return total * share if inner is None else total

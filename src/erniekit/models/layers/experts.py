@@ -52,7 +52,7 @@ class Experts(nn.Module):
     def forward(
         self, x_TH: torch.Tensor, order: Order, weights: torch.Tensor | None, own: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Each token to its experts in this order; the sum of their answers, weighted by weights [T, K]. None: one
+        """Each token to its experts in this order; the sum of their outputs, weighted by weights [T, K]. None: one
         choice a token, whole. own: of Routing. Rows are cut here, where they are taken: what is compiled around this
         module may end at it, and a length that differs must not pass from one program to the next."""
         if own is not None and weights is not None:  # choices of no expert come last
@@ -67,15 +67,15 @@ class Experts(nn.Module):
     def _rounded(
         self, x_TH: torch.Tensor, order: Order, weights: torch.Tensor | None, given: tuple[Any, ...]
     ) -> torch.Tensor:
-        """The answers are weighted, not what goes into the second product: that is rounded as servers round it, and
+        """The outputs are weighted, not what goes into the second product: that is rounded as servers round it, and
         alike wherever the experts are."""
         rows, own = x_TH, order
         if weights is not None:
             rows = gather(x_TH, order, weights.shape[1])
             each = torch.arange(rows.shape[0], device=rows.device)
             own = order._replace(row_of=each, place_of=each)
-        y, seen = expert_mlp_and_seen(rows, own, None, *given)
-        for layer, of_rows in zip((self.gate_up, self.down), seen.split(1)):
+        y, observed = expert_mlp_and_seen(rows, own, None, *given)
+        for layer, of_rows in zip((self.gate_up, self.down), observed.split(1)):
             bare(layer).rounding.keep(of_rows)
         if weights is None:
             return y

@@ -17,7 +17,7 @@ from erniekit.kernels.stored.base import SLOTS
 
 class HoldsWeight(nn.Module):
     """A weight [rows, in] as its kind keeps it. It starts plain, as the parameter `weight`; `store_as` makes it another
-    kind while it has no memory yet, and `pack` fills that from the plain numbers, which are then gone."""
+    kind while it has no memory yet, and `pack` fills that from the plain numbers, which are then freed."""
 
     weight: nn.Parameter | None
     rounding: Any  # how products with a plain weight are rounded in training (rounding.py); None: not at all
@@ -87,7 +87,7 @@ def share_packed(source: nn.Module, target: nn.Module) -> None:
 
 
 class Linear(nn.Linear, HoldsWeight):  # type: ignore[misc]  # torch's has always a weight
-    adds_bias = True  # False: the bias is added elsewhere, once the answers of several ranks have been summed
+    adds_bias = True  # False: the bias is added elsewhere, once the outputs of several ranks have been summed
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
         super().__init__(in_features, out_features, bias=bias)

@@ -1,9 +1,9 @@
 """The expert layer of a model that sees: text tokens and vision tokens have experts and a router of their own, of
 different widths, and share the shared experts.
 
-Each bank is asked about all tokens, with the choices of the other modality's marked as of no expert. Its experts have
-rows for its own tokens alone: how many those are is counted where the batch is made, in host memory, so that nothing
-waits for the device. A batch without pictures asks the vision bank about no token, yet asks it: collectives and
+Each bank is called with all tokens, with the choices of the other modality's marked as of no expert. Its experts have
+rows for its own tokens only: how many those are is counted where the batch is made, in host memory, so that nothing
+waits for the device. A batch without pictures calls the vision bank with no token, yet calls it: collectives and
 gradients are the same on every rank, whatever it reads.
 Held by models/layers/decoder.py. B batch, L length, H hidden, T = B * L tokens, E experts.
 """
@@ -25,13 +25,13 @@ from erniekit.models.layers.moe import MoE
 OF_VISION = "_vision"  # behind the names of what the vision bank records
 
 
-def lengths_of(modality: torch.Tensor, seen: int | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+def lengths_of(modality: torch.Tensor, vision_tokens: int | None) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Tensors as long as tokens are text, and as long as they are not: lengths that differ from batch to batch, as
-    compiled layers take them. seen: how many are not; None: not known."""
-    if seen is None:
+    compiled layers take them. vision_tokens: how many are not; None: not known."""
+    if vision_tokens is None:
         return None
-    made = modality.new_empty(modality.numel() - seen), modality.new_empty(seen)
-    if "torch._dynamo" in sys.modules:  # else nothing is compiled, and asking would import the compiler
+    made = modality.new_empty(modality.numel() - vision_tokens), modality.new_empty(vision_tokens)
+    if "torch._dynamo" in sys.modules:  # else nothing is compiled, and the call would import the compiler
         for one in made:
             torch._dynamo.maybe_mark_dynamic(one, 0)
     return made
@@ -96,9 +96,9 @@ class ModalMoE(nn.Module):
             none = self.vision.answer(x_BLH[:, :0], None, vision, ctx._replace(real=None, record=sheet))
             y_BLH = _WithNothing.apply(y_BLH, none)
         else:
-            seen = modality != 0
-            real_text, real_vision = (own if ctx.real is None else own & ctx.real for own in (~seen, seen))
-            here_text, here_vision = (self._here(own, x_BLH) for own in (~seen, seen))
+            is_vision = modality != 0
+            real_text, real_vision = (own if ctx.real is None else own & ctx.real for own in (~is_vision, is_vision))
+            here_text, here_vision = (self._here(own, x_BLH) for own in (~is_vision, is_vision))
             of_text, of_vision = (None, None) if ctx.lengths is None else ctx.lengths
             y_BLH = self.text.answer(x_BLH, here_text, text, ctx._replace(real=real_text), of_text)
             vision_ctx = ctx._replace(real=real_vision, record=sheet)

@@ -1,4 +1,4 @@
-"""The mixture-of-experts block: route, dispatch tokens to their experts, combine the answers, add the shared experts.
+"""The mixture-of-experts block: route, dispatch tokens to their experts, combine the outputs, add the shared experts.
 
 Single device; parallel/ swaps `exchange`, losses/ puts `balance` in. B batch, L length, H hidden, T = B * L tokens.
 """

@@ -60,7 +60,7 @@ class StaticRounding(nn.Module):
             self.keep(kind_named(self.kind).seen(x))
 
     def keep(self, seen: torch.Tensor) -> None:
-        """seen: what the kind tells of such rows. Told twice it is the same: a layer may be computed again."""
+        """seen: what the kind observes of such rows. A second call changes nothing: a layer may be computed again."""
         if self._looks():
             self.most.copy_(torch.maximum(self.most, seen))
 

@@ -18,9 +18,9 @@ from erniekit.models.config import DecoderConfig
 class Routing(NamedTuple):
     logits: torch.Tensor  # fp32 [T, E]
     probs: torch.Tensor  # fp32 [T, E]
-    ids: torch.Tensor  # int64 [T, K]; E where a choice was dropped for want of room
+    ids: torch.Tensor  # int64 [T, K]; E where a choice was dropped over capacity
     weights: torch.Tensor  # [T, K] in the tokens' dtype, summing to one
-    own: torch.Tensor | None = None  # as long as there are tokens with an expert, where the host knows; None: all may
+    own: torch.Tensor | None = None  # as long as there are tokens with an expert, where the host has it; None: all may
 
 
 class Router(nn.Module):

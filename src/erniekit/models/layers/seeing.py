@@ -19,7 +19,7 @@ from erniekit.models.layers.resampler import PAIR, Resampler
 from erniekit.models.layers.vision import VisionTower
 from erniekit.parallel.plan import dealt
 
-LOSS_PICTURES, LOSS_TEXT = "loss_pictures", "loss_text"  # of answers in documents with pictures, and of text alone
+LOSS_PICTURES, LOSS_TEXT = "loss_pictures", "loss_text"  # of answers in documents with pictures, and of text only
 TOWER, TOKENS = "tower", "tokens"  # what is kept of pictures: the tower's output, or the resampler's
 # Whole on every rank of a tensor-parallel group, which deal out the pictures: exact, and no sums inside the tower.
 SEEING_PLAN = {"tower.*": dealt(), "resampler.*": dealt(), **PLAN}
@@ -29,9 +29,9 @@ def documents_with(modality: torch.Tensor, cu_seqlens: torch.Tensor | None) -> t
     """bool [B, L]: whether a token's document has a picture. cu_seqlens None: rows are documents."""
     if cu_seqlens is None:
         return (modality != 0).any(1, keepdim=True).expand_as(modality)
-    seen = F.pad((modality != 0).flatten().cumsum(0), (1, 0))
+    counts = F.pad((modality != 0).flatten().cumsum(0), (1, 0))
     bounds = cu_seqlens.long()
-    has = seen[bounds[1:]] > seen[bounds[:-1]]
+    has = counts[bounds[1:]] > counts[bounds[:-1]]
     return has.repeat_interleave(bounds.diff(), output_size=modality.numel()).view_as(modality)
 
 
@@ -123,12 +123,12 @@ class SeeingDecoder(Decoder):
         self, h_BLH: torch.Tensor, labels: torch.Tensor, ignore: int, chunk: int, scale: float | None, ctx: Context,
         more: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """Documents with pictures and those of text alone have losses of their own in the record; where a batch has
+        """Documents with pictures and those of text only have losses of their own in the record; where a batch has
         both, the head takes them one after the other."""
-        beside = None if more is None or more.trained is None else more.beside_pictures
-        if beside is None or ctx.record is None:
+        with_pictures = None if more is None or more.trained is None else more.beside_pictures
+        if with_pictures is None or ctx.record is None:
             return super().answers_loss(h_BLH, labels, ignore, chunk, scale, ctx, more)
-        counts = {LOSS_PICTURES: beside, LOSS_TEXT: more.trained - beside}
+        counts = {LOSS_PICTURES: with_pictures, LOSS_TEXT: more.trained - with_pictures}
         present = [name for name, count in counts.items() if count]
         if len(present) < 2:
             loss = super().answers_loss(h_BLH, labels, ignore, chunk, scale, ctx, more)
