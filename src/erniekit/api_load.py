@@ -23,6 +23,7 @@ from erniekit.lora.adapter import attach, places
 from erniekit.lora.adapter_files import is_adapter, read_adapter
 from erniekit.lora.base import check_model, find_base
 from erniekit.lora.frozen_base import packing
+from erniekit.lora.score_head import open_base
 from erniekit.weight_kinds import BF16
 
 UNREAD_VOCABULARIES = ("vocab.json", "vocab.txt", "merges.txt")  # other programs' files; load_tokenizer refuses them
@@ -136,7 +137,7 @@ def find_model(
         return Found(ModelFolder(source.path))
     else:
         path = source.path
-    return Found(ModelFolder(find_base(path, base, hub)), path, override_base)
+    return Found(open_base(find_base(path, base, hub), [path]), path, override_base)
 
 
 def _same(one: Path, other: Path) -> bool:

@@ -13,8 +13,9 @@ from erniekit.config import RunConfig
 from erniekit.data.classification import classes_in
 from erniekit.data.formats.columns import as_columns
 from erniekit.errors import ConfigError
+from erniekit.lora.score_head import classes_of
 from erniekit.loss_table import SCORE_KEYS
-from erniekit.models.score_head import ARCHITECTURE, labels_in, refuse
+from erniekit.models.score_head import changes, labels_in, refuse
 from erniekit.recipes.dataset_files import dataset_files
 
 REWARD = ("LABEL_0",)  # transformers' name of an only class
@@ -28,22 +29,23 @@ def head_changes(cfg: RunConfig, folder: Path) -> dict[str, Any]:
         return {}
     if raw.get("vision_config"):
         raise ConfigError(f"stage {cfg.train.stage} reads text; this model sees", where=where, fix="take a text model")
-    held = labels_in(raw, where)
+    own = labels_in(raw, where)
+    held = _classes_of_adapter(cfg) or own
     wanted = REWARD if cfg.train.stage == "RM" else _classes(cfg, held)
-    if held == wanted:
-        return {}
-    if held:
+    if held and held != wanted:
+        whose = "model" if held is own else "adapter"
         raise ConfigError(
-            f"the model's score head has {len(held)} classes ({', '.join(held[:4])}), this run {len(wanted)} "
+            f"the {whose}'s score head has {len(held)} classes ({', '.join(held[:4])}), this run {len(wanted)} "
             f"({', '.join(wanted[:4])})",
-            where=where,
-            fix="class_labels with the model's classes in their order, or start from a language model",
+            where=where if held is own else cfg.lora.lora_path[0],
+            fix="class_labels with those classes in their order, or start from a language model",
         )
-    kind = next((k for k in raw.get("architectures") or [] if isinstance(k, str)), "ForCausalLM")
-    return {
-        "architectures": [kind.replace("ForCausalLM", ARCHITECTURE) if "ForCausalLM" in kind else ARCHITECTURE],
-        "id2label": {str(i): name for i, name in enumerate(wanted)},
-    }
+    return {} if own == wanted else changes(raw, wanted)
+
+
+def _classes_of_adapter(cfg: RunConfig) -> tuple[str, ...]:
+    """Of an adapter that the run starts from."""
+    return classes_of(Path(cfg.lora.lora_path[0]).expanduser()) if cfg.lora.lora and cfg.lora.lora_path else ()
 
 
 def _classes(cfg: RunConfig, held: tuple[str, ...]) -> tuple[str, ...]:
