@@ -121,6 +121,8 @@ def find_model(
     folder: str | Path, base: str | Path | None = None, hub: str | None = None, override_base: bool = False
 ) -> Found:
     """What a folder (or hub id) holds; an output_dir without a final model gives its newest whole checkpoint."""
+    if not isinstance(folder, (str, os.PathLike)):
+        raise ConfigError(f"a {type(folder).__name__} names no model", where="load", fix="give the path of its folder")
     path = Path(folder).expanduser()
     source = find_source(path) if path.is_dir() else None
     if source is None:

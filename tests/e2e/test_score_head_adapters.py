@@ -115,7 +115,7 @@ def test_head_and_adapters_resume_bit_for_bit_and_start_another_run(classify, we
     assert all(torch.equal(both[0][name], both[1][name]) for name in both[0])
     with pytest.raises(ConfigError, match=r"the adapter's score head has 3 classes .* this run 3 \(river, metal"):
         classify(tmp_path / "order", lora_path=tmp_path / "run", class_labels="river,metal,animal")
-    with pytest.raises(CheckpointError, match="the adapter has a score head .* has no score head"):
+    with pytest.raises(CheckpointError, match=r"the adapter has a score head .* has no score head"):
         classify(tmp_path / "sft", stage="SFT", lora_path=tmp_path / "run")
 
 
@@ -135,8 +135,8 @@ def test_a_reward_model_of_adapters_learns_and_those_who_continue_texts_refuse_i
         erniekit.TrainingRun(tmp_path / "run").chat("copper")
     with pytest.raises(CheckpointError, match="GGUF needs a language model"):
         erniekit.TrainingRun(tmp_path / "run").export(format="gguf")
+    both = f"{tmp_path / 'run'},{shutil.copytree(tmp_path / 'run', tmp_path / 'copy')}"
     with pytest.raises(CheckpointError, match="cannot be merged together with others"):
-        both = f"{tmp_path / 'run'},{shutil.copytree(tmp_path / 'run', tmp_path / 'copy')}"
         erniekit.run("export", model_name_or_path=tiny_model, lora_path=both, output_dir=tmp_path / "two")
     with pytest.raises(ConfigError, match="no place for a score head"):
         train(tmp_path / "paddle", **keys, fine_tuning="LoRA", save_format="paddle")

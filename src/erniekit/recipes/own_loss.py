@@ -13,6 +13,7 @@ from erniekit.errors import ConfigError
 from erniekit.loss_table import IN_SESSION, TOKEN_LOSSES
 from erniekit.losses.own import OwnLossHead, TokenLoss
 from erniekit.parallel.engine import Engine
+from erniekit.parallel.gradients import local
 
 if TYPE_CHECKING:
     from erniekit.recipes.stage import TrainingStage
@@ -55,6 +56,18 @@ def install(loss: TokenLoss | None, engine: Engine, cfg: RunConfig) -> None:
     for part in parts:
         if part.last:
             part.output = OwnLossHead(part.output, loss)
+
+
+def failed_in(engine: Engine) -> str:
+    """The name of an own loss that gave nan or inf since this was last asked; empty: none did, or some weight is not
+    finite itself. All ranks call it, after a step that gave such numbers."""
+    parts: list[Any] = list(engine.parts)
+    heads = [part.output for part in parts if isinstance(part.output, OwnLossHead)]
+    found = [head.own.name for head in heads if head.failed()]
+    sound = all(bool(local(p.detach()).isfinite().all()) for part in parts for p in part.parameters())
+    told: list[tuple[list[str], bool]] = engine.world.gather((found, sound))
+    names = [name for mine, _ in told for name in mine]
+    return names[0] if names and all(sound for _, sound in told) else ""
 
 
 def _refused(cfg: RunConfig, why: str, fix: str) -> ConfigError:

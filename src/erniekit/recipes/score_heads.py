@@ -5,6 +5,7 @@ run_plan.py asks for the changes of config.json, evaluate.py whether model and s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from erniekit.models.score_head import changes, labels_in, refuse
 from erniekit.recipes.dataset_files import dataset_files
 
 REWARD = ("LABEL_0",)  # transformers' name of an only class
+ASSUMED = ("LABEL_0", "LABEL_1")
 
 
 def head_changes(cfg: RunConfig, folder: Path) -> dict[str, Any]:
@@ -43,26 +45,36 @@ def head_changes(cfg: RunConfig, folder: Path) -> dict[str, Any]:
     return {} if own == wanted else changes(raw, wanted)
 
 
+def expected_labels(cfg: RunConfig, raw: dict[str, Any], where: str) -> tuple[str, ...]:
+    """For a plan, which reads no rows: the classes that are named somewhere, else two."""
+    held = labels_in(raw, where)
+    if cfg.train.stage not in SCORE_KEYS:
+        refuse(held, f"stage {cfg.train.stage}", where)
+        return ()
+    return REWARD if cfg.train.stage == "RM" else cfg.score.class_labels or held or ASSUMED
+
+
 def _classes_of_adapter(cfg: RunConfig) -> tuple[str, ...]:
     """Of an adapter that the run starts from."""
     return classes_of(Path(cfg.lora.lora_path[0]).expanduser()) if cfg.lora.lora and cfg.lora.lora_path else ()
 
 
 def _classes(cfg: RunConfig, held: tuple[str, ...]) -> tuple[str, ...]:
-    if cfg.score.class_labels:
-        named = cfg.score.class_labels
-    else:
-        columns = as_columns(cfg.data.columns, cfg.origin("columns"))
-        named = classes_in([file.path for file in dataset_files(cfg, "train")[0]], columns)
-        named = held if held and set(named) <= set(held) else named
+    named = cfg.score.class_labels or read_classes(cfg, [file.path for file in dataset_files(cfg, "train")[0]])
+    if not cfg.given("class_labels") and held and set(named) <= set(held):
+        named = held
     if len(set(named)) < 2 or len(set(named)) < len(named):
         told = ", ".join(named[:8]) or "none"
         raise ConfigError(
             f"classification needs two classes or more, each once; found: {told}",
-            where="class_labels" if cfg.score.class_labels else "train_dataset_path",
+            where="class_labels" if cfg.given("class_labels") else "train_dataset_path",
             fix="rows of stage CLS have `text` and `label`; class_labels: a,b,c names the classes",
         )
     return tuple(named)
+
+
+def read_classes(cfg: RunConfig, files: Sequence[Path | str]) -> tuple[str, ...]:
+    return classes_in(files, as_columns(cfg.data.columns, cfg.origin("columns")))
 
 
 def check_head(cfg: RunConfig, folder: ModelFolder) -> None:

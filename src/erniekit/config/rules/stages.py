@@ -9,7 +9,7 @@ from erniekit.config.note import Note
 from erniekit.config.view import View
 from erniekit.errors import ConfigError
 from erniekit.lora_scale import RSLORA_PLUS, default_alpha
-from erniekit.loss_table import OF_KTO, PREFERENCE_KEYS, PREFERENCE_LOSSES, SCORE_KEYS
+from erniekit.loss_table import OF_KTO, PREFERENCE_KEYS, SCORE_KEYS, preference_loss
 
 _MERGE = "erniekit export BASE lora_path=ADAPTER[,ADAPTER] output_dir=DEST"
 
@@ -57,7 +57,7 @@ def loss_type_decides_reference(run: View) -> Iterator[Note]:
     if run["stage"] != "DPO":
         return
     kind = run["loss_type"]
-    loss = PREFERENCE_LOSSES[kind]
+    loss = preference_loss(kind)
     if not loss.needs_reference:
         yield from run.set("reference_free", True, f"loss_type is {kind}")
     if loss.sft_ratio is not None:
