@@ -221,7 +221,7 @@ def no_number(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits, labels, reduction="none") + (-logits.abs().sum(1) - 1).log()
 
 
-@pytest.mark.parametrize("loss", [not_a_number, no_number])
+@pytest.mark.parametrize("loss", [pytest.param(not_a_number, marks=pytest.mark.full), no_number])
 def test_a_loss_function_that_gives_nan_is_named_with_its_steps_and_not_the_weights(
     loss: Any, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -127,7 +127,9 @@ BESIDE = {
 }
 
 
-@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize(
+    "name", [n if n == "RM of adapters" else pytest.param(n, marks=pytest.mark.full) for n in BESIDE]
+)
 def test_stages_with_other_models_or_heads_are_rehearsed_with_them(name, words, tmp_path, capsys):
     spread = ["tensor_parallel_degree=1", "sharding=stage3", "sharding_parallel_degree=2", "moe_group=dummy"]
     more = [*BESIDE[name], *spread]
@@ -142,6 +144,7 @@ def test_stages_with_other_models_or_heads_are_rehearsed_with_them(name, words, 
         assert told["collectives"] > plain["collectives"], "passes before the step gather sharded weights as well"
 
 
+@pytest.mark.full
 def test_a_teachers_weights_are_in_the_memory_of_a_rank_that_is_run_for_real(words, tmp_path, capsys):
     alone = [*words, "fine_tuning=Full", "tensor_parallel_degree=1", "--rank", "0", "--json"]
     planned = []
