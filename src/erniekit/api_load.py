@@ -139,7 +139,7 @@ def find_model(
         return Found(ModelFolder(source.path))
     else:
         path = source.path
-    return Found(open_base(find_base(path, base, hub), [path]), path, override_base)
+    return Found(open_base(find_base(path, base, hub), path), path, override_base)
 
 
 def _same(one: Path, other: Path) -> bool:

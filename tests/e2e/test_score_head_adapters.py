@@ -129,7 +129,7 @@ def test_a_reward_model_of_adapters_learns_and_those_who_continue_texts_refuse_i
     assert at_end["eval_rewards/accuracies"] == 1.0
     with pytest.raises(CheckpointError, match="chat needs a language model"):
         find_models(load([str(tmp_path / "run")], "chat"))
-    with pytest.raises(CheckpointError, match="the server needs a language model"):
+    with pytest.raises(CheckpointError, match="server needs a language model"):
         find_models(load([str(tiny_model), f"lora_modules=scores={tmp_path / 'run'}"], "server"))
     with pytest.raises(CheckpointError, match="generate needs a language model"):
         erniekit.TrainingRun(tmp_path / "run").chat("copper")

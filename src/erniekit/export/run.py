@@ -42,7 +42,7 @@ from erniekit.lora.adapter_files import read_adapter
 from erniekit.lora.base import check_answers, same_base, stored_probe
 from erniekit.lora.frozen_base import on_grid
 from erniekit.lora.merge import WeightUpdate, merged_in_fp32, row_updates
-from erniekit.lora.score_head import open_base
+from erniekit.lora.score_head import head_on
 from erniekit.models.names import Entry
 from erniekit.models.score_head import labels_in
 from erniekit.result import RunResult
@@ -126,7 +126,8 @@ def export(
             fix="leave merge_grid out",
         )
     check_target(out, [base, *folders])
-    source = open_base(base, folders, _Watched)
+    changes, head = head_on(base, folders)
+    source = _Watched(base, changes=changes, head=head)
     source.check_names()
     model = source.meta()
     source.check_shapes(model)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -50,15 +51,17 @@ def classes_of(adapter: Path) -> tuple[str, ...]:
     return labels
 
 
-def weight_of(adapter: Path) -> torch.Tensor:
-    return TensorFiles({KEY: adapter / WEIGHTS}).read(KEY)
+def open_base(base: Path, adapter: Path) -> ModelFolder:
+    """The model below an adapter: of one with a score head, a classifier or reward model with that head."""
+    changes, head = head_on(base, [adapter])
+    return ModelFolder(base, changes=changes, head=head)
 
 
-def open_base(base: Path, adapters: Sequence[Path], kind: type[ModelFolder] = ModelFolder) -> ModelFolder:
-    """The model below adapters. With a score head among them it is a classifier or reward model with that head."""
+def head_on(base: Path, adapters: Sequence[Path]) -> tuple[dict[str, Any], torch.Tensor | None]:
+    """What a score head among adapters makes of the model below them: changes of config.json, and the head."""
     heads = [(adapter, labels) for adapter in adapters if (labels := classes_of(adapter))]
     if not heads:
-        return kind(base)
+        return {}, None
     adapter, labels = heads[-1]
     if len(adapters) > 1:
         raise CheckpointError(
@@ -67,4 +70,4 @@ def open_base(base: Path, adapters: Sequence[Path], kind: type[ModelFolder] = Mo
             fix="merge it alone: the head was trained on what its own base and updates compute",
         )
     changes = score_head.changes(read_json(base / "config.json"), labels)
-    return kind(base, changes=changes, head=weight_of(adapter))
+    return changes, TensorFiles({KEY: adapter / WEIGHTS}).read(KEY)

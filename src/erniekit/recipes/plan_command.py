@@ -146,6 +146,8 @@ def _show_job(cfg: RunConfig, job: Job, source: str, place: Site) -> None:
     from erniekit.planner import report
 
     how = f"LoRA rank {job.rank}" if job.rank else "all weights"
+    if job.teacher is not None:
+        how += f", a teacher of {job.teacher.parameters() / 1e9:.2f} billion on every rank"
     say(
         f"job      {job.model.parameters() / 1e9:.2f} billion weights ({source}), {cfg.train.stage}, {how}, "
         f"{counted(job.packs, 'sequence')} of {job.length:,} tokens per step, {job.rows} in a micro-batch"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from erniekit.checkpoint.model_folder import ModelFolder, read_json
+from erniekit.checkpoint.model_folder import read_json
 from erniekit.config import RunConfig
 from erniekit.data.classification import classes_in
 from erniekit.data.formats.columns import as_columns
@@ -77,11 +77,11 @@ def read_classes(cfg: RunConfig, files: Sequence[Path | str]) -> tuple[str, ...]
     return classes_in(files, as_columns(cfg.data.columns, cfg.origin("columns")))
 
 
-def check_head(cfg: RunConfig, folder: ModelFolder) -> None:
-    """Of `erniekit eval`: a model and a stage that do not belong together."""
-    scores, stage = bool(folder.config.labels), cfg.train.stage
-    if scores == (stage in SCORE_KEYS) and (stage != "RM" or len(folder.config.labels) == 1):
+def check_head(cfg: RunConfig, labels: Sequence[str], model: str) -> None:
+    """Of `erniekit eval`: a model and a stage that do not belong together. model: for people."""
+    scores, stage = bool(labels), cfg.train.stage
+    if scores == (stage in SCORE_KEYS) and (stage != "RM" or len(labels) == 1):
         return
     what = "has a score head" if scores else "has no score head"
     right = "stage: CLS, or RM for a reward model" if scores else "stage: SFT, or a model that RM or CLS trained"
-    raise ConfigError(f"this model {what}; stage is {stage}", where=str(folder.path), fix=right)
+    raise ConfigError(f"this model {what}; stage is {stage}", where=model, fix=right)
