@@ -123,10 +123,10 @@ def rank(number: int) -> Callable[[Ground, str], bool]:
 
 QUICK = {
     "use_dora": Case(f"{LORA} use_dora=True", holds("lora_magnitude_vector")),
-    "stage CLS, LoRA": Case(f"{LORA} stage=CLS", holds("score.weight"), "classes"),
     "teacher": Case(TEACHER, tells("kl_loss", "ce_loss")),
 }
 HEAVY = {
+    "stage CLS, LoRA": Case(f"{LORA} stage=CLS", holds("score.weight"), "classes"),
     "train_only": Case(f"{FULL} train_only=model.layers.1", moves(FULL)),
     "neftune_noise_alpha": Case(f"{FULL} neftune_noise_alpha=20", moves(FULL)),
     "stage KTO": Case(f"{LORA} stage=KTO", tells("kto_loss", "kl"), "judged"),

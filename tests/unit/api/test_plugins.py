@@ -263,6 +263,7 @@ def test_a_package_brings_a_preference_loss_and_rows_of_pairs(site: Path, base: 
     assert {p.name for p in erniekit.plugins() if not p.problem} == {"moonpairs", "ours", "apart"}
 
 
+@pytest.mark.full
 def test_what_is_no_preference_loss_and_a_reader_that_fails_are_named(site: Path, base: Path, tmp_path: Path) -> None:
     lines = "half = moon:half\nmean = moon:mean"
     mean = "\n\ndef mean(chosen_logps, rejected_logps):\n    return chosen_logps.mean()\n"

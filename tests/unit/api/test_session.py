@@ -249,8 +249,12 @@ def test_empty_cells_of_a_frame_are_missing_fields_and_classes_are_those_of_the_
         erniekit.train(**keys, output_dir=tmp_path / "few")
     run = erniekit.train(**keys, output_dir=tmp_path / "run", max_bad_fraction=0.5)
     assert run.model.config.labels == ("x", "y")
-    more = erniekit.train(
-        **{**keys, "model_name_or_path": run.output_dir, "data": [{"text": "a", "label": "y"}]},
-        output_dir=tmp_path / "more",
-    )
-    assert more.model.config.labels == ("x", "y"), "a model's own classes are kept where the rows have no others"
+
+
+@pytest.mark.full
+def test_a_models_own_classes_are_kept_where_given_rows_have_no_others(base: Path, tmp_path: Path) -> None:
+    keys = dict(stage="CLS", max_steps=1, **KEYS)
+    rows = [{"text": "a", "label": "y"}, {"text": "b", "label": "x"}]
+    run = erniekit.train(model_name_or_path=base, data=rows, output_dir=tmp_path / "run", **keys)
+    more = erniekit.train(model_name_or_path=run.output_dir, data=rows[:1], output_dir=tmp_path / "more", **keys)
+    assert more.model.config.labels == ("x", "y")
