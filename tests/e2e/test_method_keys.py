@@ -214,7 +214,7 @@ REFUSED = {
 }
 # Names what the model or the data does not have.
 REFUSED_LATER = {
-    f"{FULL} train_only=model.leyers.1": "model.leyers.1",
+    f"{FULL} train_only=model.layer.1": "model.layer.1",
     f"{FULL} freeze=*": "freeze",
     f"{FULL} train_only=mtp": "mtp",
     "teacher_model_name_or_path=no/where": "no/where",
@@ -224,7 +224,7 @@ REFUSED_LATER = {
     "stage=CLS train_dataset_path={classes} class_labels=a": "two classes or more",
     "stage=CLS train_dataset_path={classes} class_labels=a,a": "two classes or more",
     "curriculum=no_such_column": "no_such_column",
-    "columns.promt=q": "promt",
+    "columns.prompts=q": "prompts",
     "columns.prompt=nothing": "nothing",
 }
 

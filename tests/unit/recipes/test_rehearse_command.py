@@ -127,9 +127,8 @@ BESIDE = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [n if n == "RM of adapters" else pytest.param(n, marks=pytest.mark.full) for n in BESIDE]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", BESIDE)
 def test_stages_with_other_models_or_heads_are_rehearsed_with_them(name, words, tmp_path, capsys):
     spread = ["tensor_parallel_degree=1", "sharding=stage3", "sharding_parallel_degree=2", "moe_group=dummy"]
     more = [*BESIDE[name], *spread]
