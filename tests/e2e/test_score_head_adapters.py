@@ -143,6 +143,8 @@ def test_a_reward_model_of_adapters_learns_and_those_who_continue_texts_refuse_i
         find_models(load([str(tiny_model), f"lora_modules=scores={tmp_path / 'run'}"], "server"))
     with pytest.raises(CheckpointError, match="generate needs a language model"):
         erniekit.TrainingRun(tmp_path / "run").chat("copper")
+    with pytest.raises(CheckpointError, match="distillation needs a language model"):
+        train(tmp_path / "student", teacher_model_name_or_path=tmp_path / "run")
     with pytest.raises(CheckpointError, match="GGUF needs a language model"):
         erniekit.TrainingRun(tmp_path / "run").export(format="gguf")
     both = f"{tmp_path / 'run'},{shutil.copytree(tmp_path / 'run', tmp_path / 'copy')}"

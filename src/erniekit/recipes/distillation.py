@@ -14,6 +14,7 @@ from erniekit.errors import ConfigError, ErnieKitError
 from erniekit.kernels.distillation import Mix
 from erniekit.log import say
 from erniekit.losses.distillation import DistillationLoss, DistillingHead, KeptHidden
+from erniekit.models.score_head import refuse as refuse_score_head
 from erniekit.recipes.built import Built
 from erniekit.recipes.run_plan import RunPlan
 
@@ -28,6 +29,7 @@ def open_teacher(plan: RunPlan, tokenizer: Tokenizer) -> Found:
     except ErnieKitError as error:  # which of the two models it is
         raise ConfigError(error.what, where=KEY, fix=error.fix) from error
     theirs, ours = found.weights.config, plan.folder.config
+    refuse_score_head(theirs.labels, "distillation", f"{KEY}: {found.describe()}")
     if theirs.vision is not None or ours.vision is not None:
         raise ConfigError(
             "distillation is of text models", where=cfg.origin(KEY), fix="leave teacher_model_name_or_path out"

@@ -36,7 +36,9 @@ def find_loss(cfg: RunConfig) -> TokenLoss:
 def with_loss(stage: TrainingStage, cfg: RunConfig, loss: TokenLoss) -> TrainingStage:
     """The stage with another loss; refused where it would not be what the run trains on."""
     if cfg.train.stage not in STAGES:
-        raise _refused(cfg, f"stage: {cfg.train.stage} has a loss of its own", f"stage: {' or '.join(STAGES)}")
+        other = "; loss_type takes preference losses of packages" if cfg.train.stage == "DPO" else ""
+        fix = f"stage: {' or '.join(STAGES)}{other}"
+        raise _refused(cfg, f"stage: {cfg.train.stage} has a loss of its own", fix)
     if cfg.model.num_nextn_predict_layers > 0 and cfg.model.multi_token_pred_lambda > 0:
         raise _refused(cfg, "layers that predict further tokens have a loss of their own", "multi_token_pred_lambda: 0")
     out = copy(stage)
@@ -71,4 +73,6 @@ def failed_in(engine: Engine) -> str:
 
 
 def _refused(cfg: RunConfig, why: str, fix: str) -> ConfigError:
-    return ConfigError(f"an own loss cannot be used here: {why}", where=cfg.origin("token_loss"), fix=fix)
+    given = cfg.train.token_loss.startswith(IN_SESSION)
+    where = "loss" if given else f"token_loss: {cfg.origin('token_loss')}"
+    return ConfigError(f"an own loss cannot be used here: {why}", where=where, fix=fix)
