@@ -23,6 +23,7 @@ from erniekit.lora.adapter import attach, places
 from erniekit.lora.adapter_files import is_adapter, read_adapter
 from erniekit.lora.base import check_model, find_base
 from erniekit.lora.frozen_base import packing
+from erniekit.lora.score_head import open_base
 from erniekit.weight_kinds import BF16
 
 UNREAD_VOCABULARIES = ("vocab.json", "vocab.txt", "merges.txt")  # other programs' files; load_tokenizer refuses them
@@ -120,6 +121,8 @@ def find_model(
     folder: str | Path, base: str | Path | None = None, hub: str | None = None, override_base: bool = False
 ) -> Found:
     """What a folder (or hub id) holds; an output_dir without a final model gives its newest whole checkpoint."""
+    if not isinstance(folder, (str, os.PathLike)):
+        raise ConfigError(f"a {type(folder).__name__} names no model", where="load", fix="give the path of its folder")
     path = Path(folder).expanduser()
     source = find_source(path) if path.is_dir() else None
     if source is None:
@@ -136,7 +139,7 @@ def find_model(
         return Found(ModelFolder(source.path))
     else:
         path = source.path
-    return Found(ModelFolder(find_base(path, base, hub)), path, override_base)
+    return Found(open_base(find_base(path, base, hub), path), path, override_base)
 
 
 def _same(one: Path, other: Path) -> bool:

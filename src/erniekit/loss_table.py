@@ -1,12 +1,16 @@
 """The losses by name: `loss_type` of preference training, `token_loss` elsewhere. No torch: config/ reads it too.
 
 The keys of PREFERENCE_LOSSES are the choices of `loss_type`, its facts decide config's rules and what is logged;
-losses/dpo.py has one function under each name. losses/own.py defines a token loss.
+losses/dpo.py has one function under each name. Installed packages add to both: losses/own.py defines a token loss,
+PAIR_ARGUMENTS what a preference loss is given.
 """
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 from erniekit.registry import Registry
 
@@ -72,6 +76,46 @@ SCORE_KEYS = {"RM": ("reward_margin", "center_rewards_coefficient"), "CLS": ("cl
 OF_KTO = ("desirable_weight", "undesirable_weight")  # which DPO has no use for
 
 
+REFERENCE_ARGUMENTS = ("reference_chosen_logps", "reference_rejected_logps")
+# By name, to a package's function, which returns the loss of each pair [n].
+PAIR_ARGUMENTS = ("chosen_logps", "rejected_logps", *REFERENCE_ARGUMENTS, "score_delta", "beta")
+
+
+def _problem(name: str, found: Any) -> str:
+    """Why it cannot be a preference loss; empty where it can."""
+    try:
+        parameters = inspect.signature(found).parameters.values()
+    except (TypeError, ValueError):
+        return "is no function that Python can read the parameters of"
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    unknown = next((word for word in needed if word not in PAIR_ARGUMENTS), None)
+    if unknown is not None:
+        return f"has the parameter {unknown!r}, which is not given to it: {', '.join(PAIR_ARGUMENTS)}"
+    both = PAIR_ARGUMENTS[:2]
+    return "" if set(both) <= set(needed) else f"must take {' and '.join(both)}"
+
+
+PAIR_LOSSES = Registry(
+    "preference loss", dict.fromkeys(PREFERENCE_LOSSES, ""), group="erniekit.preference_losses", check=_problem
+)
+
+
+def pair_arguments(function: Any) -> tuple[str, ...]:
+    """Those of PAIR_ARGUMENTS that a package's function takes."""
+    return tuple(word for word in inspect.signature(function).parameters if word in PAIR_ARGUMENTS)
+
+
+@cache
+def preference_loss(loss_type: str) -> PreferenceLoss:
+    """The facts of a loss. A package's takes a reference if a parameter of that name asks for it."""
+    if loss_type in PREFERENCE_LOSSES:
+        return PREFERENCE_LOSSES[loss_type]
+    wants = pair_arguments(PAIR_LOSSES.get(loss_type))
+    return PreferenceLoss(
+        f"of {PAIR_LOSSES.distribution(loss_type)}", needs_reference=any(w in REFERENCE_ARGUMENTS for w in wants)
+    )
+
+
 def metric_name(loss_type: str) -> str:
     """What a loss is logged as."""
-    return PREFERENCE_LOSSES[loss_type].logged_as or f"{loss_type}_loss"
+    return preference_loss(loss_type).logged_as or f"{loss_type}_loss"

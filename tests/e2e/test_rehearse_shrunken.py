@@ -12,6 +12,10 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = {
     "sft": "configs/ERNIE-4.5-0.3B/sft/run_sft_lora_8k.yaml",
     "dpo": "configs/ERNIE-4.5-0.3B/dpo/run_dpo_lora_8k.yaml",
+    "kto": "post-training/kto/run_kto_lora_8k.yaml",
+    "reward": "post-training/reward/run_reward_8k.yaml",
+    "classes": "post-training/classify/run_classify_4k.yaml",
+    "distillation": "post-training/distill/run_distill_8k.yaml",
     "pre-training": "pre-training/yamls/ERNIE-4p5-21B-A3B/pretrain_8_gpus.yaml",
 }
 

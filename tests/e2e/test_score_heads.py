@@ -95,8 +95,8 @@ def test_a_reward_model_learns_pairs_with_margins_and_is_evaluated(train, tmp_pa
 
 
 def test_what_cannot_be_is_refused_by_name(classify, train, texts, tmp_path):
-    with pytest.raises(ConfigError, match="adapters hold no score head"):
-        classify(tmp_path / "a", fine_tuning="LoRA")
+    with pytest.raises(ConfigError, match="ERNIEKit's adapter files have no place for a score head"):
+        classify(tmp_path / "a", fine_tuning="LoRA", save_format="paddle")
     with pytest.raises(ConfigError, match="runs with data parallelism and sharding; pipeline_parallel_degree is 2"):
         classify(tmp_path / "b", pipeline_parallel_degree=2)
     one = write_jsonl(tmp_path / "one.jsonl", [{"text": "a", "label": "x"}, {"text": "b", "label": "x"}])
@@ -111,8 +111,8 @@ def test_what_cannot_be_is_refused_by_name(classify, train, texts, tmp_path):
         train(tmp_path / "f", model_name_or_path=tmp_path / "run")
     with pytest.raises(CheckpointError, match="generate needs a language model"):
         erniekit.load(tmp_path / "run").chat("copper")
-    with pytest.raises(CheckpointError, match="export needs a language model"):
-        erniekit.TrainingRun(tmp_path / "run").export()
+    with pytest.raises(CheckpointError, match="GGUF needs a language model"):
+        erniekit.TrainingRun(tmp_path / "run").export(format="gguf")
     with pytest.raises(ConfigError, match="has a score head; stage is SFT"):
         erniekit.run("eval", model_name_or_path=tmp_path / "run", eval_dataset_path=texts, device="cpu")
     assert not any((tmp_path / name).exists() for name in "abc"), "nothing is left behind"

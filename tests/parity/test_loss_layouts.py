@@ -230,8 +230,8 @@ def ended(step: int, pairs: bool) -> list[Pack]:
     return out
 
 
-def train_scores(axes: dict[str, Any], stage: str) -> dict[str, Any]:
-    engine, sharding, _ = spread(axes, stage, False)
+def train_scores(axes: dict[str, Any], stage: str, lora: bool = False) -> dict[str, Any]:
+    engine, sharding, _ = spread(axes, stage, lora)
     put = partial(collate_pairs if stage == "RM" else collate, pad_to=LENGTH)
     return steps(engine, sharding, None, partial(ended, pairs=stage == "RM"), put)
 
@@ -242,6 +242,12 @@ def train_scores(axes: dict[str, Any], stage: str) -> dict[str, Any]:
 @pytest.mark.parametrize("stage", ["RM", pytest.param("CLS", marks=pytest.mark.full)])
 def test_score_heads_are_trained_the_same_in_layout(stage: str, name: str, ranks: Ranks) -> None:
     check(ranks, layouts.LAYOUTS[name], train_scores, stage)
+
+
+@pytest.mark.parametrize("name", named("dp2", "sharding stage 3", per_commit=()))
+def test_a_score_head_beside_adapters_is_trained_the_same_in_layout(name: str, ranks: Ranks) -> None:
+    one = check(ranks, layouts.LAYOUTS[name], train_scores, "CLS", True)
+    assert "score.weight" in one["pieces"]
 
 
 def generate(axes: dict[str, Any], lora: bool) -> list[list[int]]:

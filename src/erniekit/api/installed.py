@@ -4,31 +4,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from erniekit.data.formats import FORMATS
+from erniekit.data.formats import FORMATS, PREFERENCE_FORMATS
 from erniekit.devices import INSTALLED as DEVICES
 from erniekit.errors import ErnieKitError
-from erniekit.loss_table import TOKEN_LOSSES
+from erniekit.loss_table import PAIR_LOSSES, TOKEN_LOSSES
 from erniekit.models import MODELS
 from erniekit.registry import installed_plugins
 from erniekit.track import TRACKERS
 from erniekit.weight_kinds import WEIGHT_KINDS
 
-TABLES = (MODELS, FORMATS, TOKEN_LOSSES, TRACKERS, DEVICES, WEIGHT_KINDS)
+TABLES = (
+    MODELS, FORMATS, PREFERENCE_FORMATS, TOKEN_LOSSES, PAIR_LOSSES, TRACKERS, DEVICES, WEIGHT_KINDS,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class InstalledPlugin:
     """One entry point."""
 
-    kind: str  # model, dataset type, token loss, tracker, device
+    kind: str  # model, dataset type, token loss, preference loss, tracker, device
     name: str
     distribution: str  # name and version of the package that brings it
     problem: str = ""  # why it is not used; empty: it works
 
 
 def plugins() -> list[InstalledPlugin]:
-    """Every entry point of the groups erniekit.models, .formats, .losses, .trackers, .devices and .weight_kinds, loaded
-    to see whether it works."""
+    """Every entry point of the groups erniekit.models, .formats, .preference_formats, .losses, .preference_losses,
+    .trackers, .devices and .weight_kinds, loaded to see whether it works."""
     out = []
     for table in TABLES:
         usable = table.installed()

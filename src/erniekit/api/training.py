@@ -15,6 +15,7 @@ from erniekit.errors import ConfigError
 from erniekit.loss_table import CROSS_ENTROPY, IN_SESSION
 from erniekit.losses.own import TokenLoss
 from erniekit.recipes.run import run_train
+from erniekit.recipes.score_heads import read_classes
 from erniekit.recipes.session import Session, sorted_callbacks
 
 
@@ -53,7 +54,7 @@ def train(
     own = None if loss is None else TokenLoss.of(loss, _name(loss))
     files, given = _recipe(recipe)
     given |= keys
-    rows = []
+    rows: dict[str, GivenRows] = {}
     for argument, value in (("data", data), ("eval_data", eval_data)):
         found = _files(value)
         if value is None:
@@ -64,17 +65,19 @@ def train(
                 f"{argument} and the key {clash[0]} both name rows", where=argument, fix="give one of them"
             )
         if found is None:
-            rows.append(GivenRows(value, argument))
-            found = [str(_output(files, given) / rows[-1].name)]
+            rows[argument] = GivenRows(value, argument)
+            found = [str(_output(files, given) / rows[argument].name)]
         given[key] = found
     cfg = load_config(files, "train", given)
     if own is not None:
         cfg = _with_loss(cfg, own)
+    if cfg.train.stage == "CLS" and not cfg.score.class_labels and "data" in rows:
+        cfg = _with_classes(cfg, rows["data"])
     # What a person can type to go on: not where this session holds a part of the run.
     alone = not hooks and not trackers and own is None
     words = ["erniekit", "train"] if alone else ["python:", "erniekit.train"]
     command = [*words, *files, *(f"{name}={_word(value)}" for name, value in given.items())]
-    result = run_train(cfg, command, session=Session(hooks, trackers, own, tuple(rows)))
+    result = run_train(cfg, command, session=Session(hooks, trackers, own, tuple(rows.values())))
     return TrainingRun(result.output_dir, result)
 
 
@@ -84,6 +87,12 @@ def _recipe(recipe: Any) -> tuple[list[str], dict[str, Any]]:
         return [], {}
     if isinstance(recipe, Mapping):
         return [], dict(recipe)
+    if not isinstance(recipe, (str, Path)):
+        raise ConfigError(
+            f"the first argument is a {type(recipe).__name__}, where a recipe belongs",
+            where="recipe",
+            fix="name what it is: train(data=ROWS, model_name_or_path=...)",
+        )
     path = Path(recipe)
     if path.suffix not in (".yaml", ".yml", ".json"):
         raise ConfigError(
@@ -116,6 +125,13 @@ def _with_loss(cfg: RunConfig, loss: TokenLoss) -> RunConfig:
         )
     reason = "a function of this Python session"
     return cfg.derive(Note("token_loss", CROSS_ENTROPY, f"{IN_SESSION}{loss.name}", reason, quiet=True))
+
+
+def _with_classes(cfg: RunConfig, rows: GivenRows) -> RunConfig:
+    """They decide what is built, before the run's folder holds the rows."""
+    with rows.as_file() as file:
+        classes = read_classes(cfg, [file])
+    return cfg.derive(Note("class_labels", (), classes, "those of the given rows", quiet=True))
 
 
 def _name(loss: Any) -> str:

@@ -57,11 +57,18 @@ class ModelFolder:
     """An opened model folder. Tensors are read lazily; at most one entry's tensors are in memory at a time.
 
     weights=False: a folder that need hold no more than config.json and a tokenizer, for a model from scratch.
-    changes: values that replace those of config.json. A quantised folder reads as the plain weights it stands for.
+    changes: values that replace those of config.json. head: a score head in the place of the files' own, where they
+    have one: an adapter's. A quantised folder reads as the plain weights it stands for.
     """
 
-    def __init__(self, path: Path, weights: bool = True, changes: Mapping[str, Any] | None = None) -> None:
-        self.path = path
+    def __init__(
+        self,
+        path: Path,
+        weights: bool = True,
+        changes: Mapping[str, Any] | None = None,
+        head: torch.Tensor | None = None,
+    ) -> None:
+        self.path, self.head = path, head
         if not Listed(path).allows("config.json"):
             raise CheckpointError(f"{MANIFEST} lists no config.json", where=str(path), fix="move the added file away")
         self.config_json = {**read_json(path / "config.json"), **(changes or {})}
@@ -134,11 +141,16 @@ class ModelFolder:
         return tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor
 
     def read(self, entry: Entry) -> torch.Tensor:
+        if self.head is not None and entry.ours == score_head.WEIGHT:
+            return self.head
         return entry.read([self.tensor(name) for name in entry.theirs])
 
     @torch.no_grad()
     def fill(self, entry: Entry, out: torch.Tensor, first: int = 0) -> None:
         """Rows from `first` on straight into `out`, in its dtype: a chunk of a file is all the memory it takes."""
+        if self.head is not None and entry.ours == score_head.WEIGHT:
+            out.copy_(self.head[first : first + out.shape[0]])
+            return
         here = tuple(slice(0, size) for size in out.shape)
         rows = slice(first, first + out.shape[0])
         fill_boxes(self.slices(), entry, [Box((rows, *here[1:]), here)], out)
@@ -174,7 +186,10 @@ class ModelFolder:
         """Headers only: a config.json of another model is found before any weight is read."""
         state = model.state_dict()
         for entry in self.entries():
-            if entry.copy_of or (self.new_head and entry.ours == score_head.WEIGHT):
+            if entry.copy_of:
+                continue
+            if entry.ours == score_head.WEIGHT and (self.new_head or self.head is not None):
+                self._check_head(state[entry.ours].shape)
                 continue
             # Not empty_like: of a tensor on meta it imports torch's compiler, which takes seconds.
             expected = entry.write(torch.empty(state[entry.ours].shape, device="meta"))
@@ -193,6 +208,14 @@ class ModelFolder:
                         fix="its scale or quantization_config is missing: download or quantise the model again",
                     )
 
+    def _check_head(self, shape: torch.Size) -> None:
+        if self.head is not None and self.head.shape != shape:
+            raise CheckpointError(
+                f"the adapter's score head is {list(self.head.shape)}, this model needs {list(shape)}",
+                where=str(self.path),
+                fix="the adapter belongs to another base model",
+            )
+
     def dtype(self) -> torch.dtype:
         return self.tensor(self.entries()[0].theirs[0]).dtype
 
@@ -210,7 +233,7 @@ class ModelFolder:
         """The model with these weights: built without memory, then filled tensor by tensor. One in static FP8 computes
         as an FP8 engine does. store: makes weights of the model without memory of other kinds; each is packed as it is
         read."""
-        if self.new_head:
+        if self.new_head and self.head is None:
             raise CheckpointError(
                 "the folder holds no score head", where=str(self.path), fix="train one with stage: RM or CLS"
             )

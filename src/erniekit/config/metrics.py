@@ -5,7 +5,7 @@ Kept here because `config` knows no torch: tests compare it with what train/eval
 
 from __future__ import annotations
 
-from erniekit.loss_table import PREFERENCE_LOSSES, metric_name
+from erniekit.loss_table import metric_name, preference_loss
 
 PREFIX = "eval_"
 
@@ -40,4 +40,4 @@ def _metrics_of(stage: str, loss_type: str) -> dict[str, bool]:
         "logps/chosen": True,
         "logps/rejected": False,
     }
-    return {**told, "log_odds_ratio": True, "log_odds_chosen": True} if PREFERENCE_LOSSES[loss_type].log_odds else told
+    return {**told, "log_odds_ratio": True, "log_odds_chosen": True} if preference_loss(loss_type).log_odds else told

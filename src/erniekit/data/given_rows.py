@@ -11,7 +11,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -45,15 +46,26 @@ class GivenRows:
         self.sha256 = digest.hexdigest()
         self.name = f"{argument}-{self.sha256[:12]}.jsonl"
 
+    @contextmanager
+    def as_file(self) -> Iterator[Path]:
+        """A file of these rows for as long as it is read: what is decided before the run has a folder."""
+        with tempfile.TemporaryDirectory(prefix="erniekit-rows-") as folder:
+            path = Path(folder) / self.name
+            self._copy_to(path)
+            yield path
+
+    def _copy_to(self, path: Path) -> None:
+        self._text.seek(0)
+        with path.open("wb") as file:
+            shutil.copyfileobj(self._text, file)
+
     def write(self, folder: Path) -> Path:
         """The file, which is left alone where it is there already."""
         path, owned = folder / self.name, OwnedFiles(folder)
         owned.claim_content({self.name: Content(self.size, self.sha256)}, ROWS)
         if not path.is_file():
             part = folder / f".{self.name}.{os.getpid()}.part"
-            self._text.seek(0)
-            with part.open("wb") as file:
-                shutil.copyfileobj(self._text, file)
+            self._copy_to(part)
             os.replace(part, path)
         return path
 
@@ -86,7 +98,8 @@ def _line(row: Any, where: str) -> bytes:
             fix='rows are dicts, such as {"messages": [{"role": "user", "content": "..."}, ...]}',
         )
     try:
-        return (json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_plain) + "\n").encode("utf-8")
+        told = {field: None if _is_missing(value) else value for field, value in row.items()}
+        return (json.dumps(told, ensure_ascii=False, allow_nan=False, default=_plain) + "\n").encode("utf-8")
     except UnicodeEncodeError as error:
         why = f"text holds half of a character (a lone surrogate) at {error.start}"
     except RecursionError:
@@ -96,6 +109,11 @@ def _line(row: Any, where: str) -> bytes:
     raise DataError(
         f"a row cannot be written as JSON: {why}", where=where, fix="use text, numbers, lists and dicts in rows"
     )
+
+
+def _is_missing(value: Any) -> bool:
+    """pandas has NaN, NaT or NA in empty cells; a row without a field it needs is then a bad row like any other."""
+    return type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, float) and value != value)
 
 
 def _plain(value: Any) -> Any:

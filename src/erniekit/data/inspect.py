@@ -74,7 +74,7 @@ def data_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="erniekit data", description="Check dataset files.", allow_abbrev=False)
     add = parser.add_argument
     add("files", nargs="+", metavar="FILE", help=".jsonl, .json, .csv, .tsv, .parquet, .gz; folders, patterns, URLs")
-    add("--type", "--train_dataset_type", choices=list(FORMATS), help="read as this format instead of detecting it")
+    add("--type", "--train_dataset_type", choices=FORMATS.names(), help="read as this format instead of detecting it")
     add("--columns", action="append", metavar="FIELD=COLUMN,...", help="which column holds which field: prompt=q")
     add("--model", "--model_name_or_path", metavar="DIR", help="count tokens as this model does; else characters")
     add("--pixels", type=int, metavar="N", help="most pixels of a picture; the model's own")

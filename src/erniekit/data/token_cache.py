@@ -34,6 +34,7 @@ from erniekit.errors import DataError
 from erniekit.files import OwnedFiles, own, settle
 from erniekit.files.cache_folder import default_cache_dir
 from erniekit.files.unwritable import way_out
+from erniekit.registry import Registry
 
 REPORT = "report.json"
 
@@ -221,17 +222,17 @@ def _key(job: TokeniseJob, content: str) -> str:
         "pairs": asdict(job.pairs) if job.pairs else None,
         **({"columns": job.columns} if job.columns else {}),
         **job.more_key(),
-        **_reader_key(job.format),
+        **_reader_key(job.format, FORMATS if job.pairs is None else PREFERENCE_FORMATS),
     }
     return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _reader_key(format: str) -> dict[str, str]:
+def _reader_key(format: str, table: Registry) -> dict[str, str]:
     """Of a format that an installed package brings: with another version or another text it may read rows otherwise."""
-    package = FORMATS.distribution(format) if format in FORMATS else ""
+    package = table.distribution(format) if format in table else ""
     if not package:
         return {}
-    source = inspect.getsourcefile(FORMATS.get(format))
+    source = inspect.getsourcefile(table.get(format))
     text = Path(source).read_bytes() if source else b""
     return {"reader": f"{package} {hashlib.blake2b(text, digest_size=16).hexdigest()}"}
 

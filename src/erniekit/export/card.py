@@ -32,11 +32,15 @@ _METHODS = (
     "optim", "train_only", "freeze", "use_dora", "lora_init", "rslora", "frozen_base", "neftune_noise_alpha",
     "curriculum", "mix_schedule", "distill_alpha", "distill_temperature", "distill_kl", "beta",
 )  # fmt: skip
-_METRICS = ("train_loss", "eval_loss", "eval_ppl", "best_metric", "global_step", "trained_tokens", "train_runtime")
+_METRICS = (
+    "train_loss", "eval_loss", "eval_ppl", "eval_accuracy", "eval_rewards/accuracies",
+    "best_metric", "global_step", "trained_tokens", "train_runtime",
+)  # fmt: skip
 
 
-def model_card(name: str, base: Path, adapters: Sequence[Path], gguf: str = "") -> str:
-    """For a folder called `name`. A README.md that the user wrote next to the trained weights is taken instead."""
+def model_card(name: str, base: Path, adapters: Sequence[Path], gguf: str = "", classes: Sequence[str] = ()) -> str:
+    """For a folder called `name`; classes: of its score head, where it has one. A README.md that the user wrote next to
+    the trained weights is taken instead."""
     trained = adapters[-1] if adapters else base
     written = _text(trained / FILE)
     run = _run_of(trained)
@@ -45,7 +49,9 @@ def model_card(name: str, base: Path, adapters: Sequence[Path], gguf: str = "") 
     keys = {row["key"]: row["value"] for row in _list(run, "config") if {"key", "value"} <= set(row)}
     given = str(keys.get("model_name_or_path") or base)
     start = base if adapters else Path(given).expanduser()
-    return "\n".join([*_front(start, given, keys, gguf), "", *_body(name, start, given, adapters, run, keys, gguf), ""])
+    body = _body(name, start, given, adapters, run, keys)
+    use = _use_of_scores(name, classes) if classes else _use(name, gguf)
+    return "\n".join([*_front(start, given, keys, gguf), "", *body, *use, ""])
 
 
 def _front(start: Path, given: str, keys: Mapping[str, Any], gguf: str) -> Iterator[str]:
@@ -69,7 +75,6 @@ def _body(
     adapters: Sequence[Path],
     run: Mapping[str, Any],
     keys: Mapping[str, Any],
-    gguf: str,
 ) -> Iterator[str]:
     yield f"# {plain(name)}"
     yield ""
@@ -89,7 +94,6 @@ def _body(
         numbers = run.get("metrics")
         numbers = numbers if isinstance(numbers, dict) else {}
         yield from _table("Metrics", "metric", {key: numbers[key] for key in _METRICS if _is_set(numbers.get(key))})
-    yield from _use(name, gguf)
 
 
 def _data(run: Mapping[str, Any]) -> Iterator[str]:
@@ -118,6 +122,15 @@ def _use(name: str, gguf: str) -> Iterator[str]:
     yield from ("```bash", f"erniekit chat {name}", f"erniekit server {name}", "```", "")
     yield from ("```python", "from transformers import AutoModelForCausalLM, AutoTokenizer", "")
     yield f'model = AutoModelForCausalLM.from_pretrained("{name}")'
+    yield f'tokenizer = AutoTokenizer.from_pretrained("{name}")'
+    yield "```"
+
+
+def _use_of_scores(name: str, classes: Sequence[str]) -> Iterator[str]:
+    what = "A reward model: one score of a text" if len(classes) == 1 else f"Scores of {len(classes)} classes"
+    yield from ("", "## Use", "", f"{what}.", "")
+    yield from ("```python", "from transformers import AutoModelForSequenceClassification, AutoTokenizer", "")
+    yield f'model = AutoModelForSequenceClassification.from_pretrained("{name}")'
     yield f'tokenizer = AutoTokenizer.from_pretrained("{name}")'
     yield "```"
 

@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from erniekit.checkpoint import probe as probes
-from erniekit.checkpoint.model_folder import PREPROCESSOR, SIDE_FILES, ModelFolder
+from erniekit.checkpoint.model_folder import PREPROCESSOR, SIDE_FILES, ModelFolder, read_json
 from erniekit.checkpoint.model_writer import copy_side_files, processor_files, write_model
 from erniekit.checkpoint.probe import Probe
 from erniekit.checkpoint.writer import publish
@@ -42,8 +42,9 @@ from erniekit.lora.adapter_files import read_adapter
 from erniekit.lora.base import check_answers, same_base, stored_probe
 from erniekit.lora.frozen_base import on_grid
 from erniekit.lora.merge import WeightUpdate, merged_in_fp32, row_updates
+from erniekit.lora.score_head import head_on
 from erniekit.models.names import Entry
-from erniekit.models.score_head import refuse as refuse_score_head
+from erniekit.models.score_head import labels_in
 from erniekit.result import RunResult
 from erniekit.weight_kinds import BF16
 
@@ -80,7 +81,13 @@ def _probe_of(plan: ExportPlan, override_base: bool) -> Probe | None:
 
 
 def result_of(folder: Path, gguf: str = "") -> RunResult:
-    commands = [create_command(folder) if gguf else typed("chat", folder)]
+    if gguf:
+        commands = [create_command(folder)]
+    elif classes := labels_in(read_json(folder / "config.json"), str(folder)):
+        stage = "stage=RM" if len(classes) == 1 else "stage=CLS"
+        commands = [typed("eval", folder, stage, "eval_dataset_path=FILE")]
+    else:
+        commands = [typed("chat", folder)]
     say(paint(f"next     {commands[0]}", "bold"))
     return RunResult(folder, next_commands=commands)
 
@@ -119,8 +126,8 @@ def export(
             fix="leave merge_grid out",
         )
     check_target(out, [base, *folders])
-    source = _Watched(base)
-    refuse_score_head(source.config.labels, "export", str(base))
+    changes, head = head_on(base, folders)
+    source = _Watched(base, changes=changes, head=head)
     source.check_names()
     model = source.meta()
     source.check_shapes(model)
@@ -180,7 +187,8 @@ def export(
                 if not rounded:
                     info["proof"] = vars(proofs[0])
                 proved.append(_prove_pixels(folder, proof_in))
-        (folder / card.FILE).write_text(card.model_card(out.name, base, folders), encoding="utf-8")
+        told = card.model_card(out.name, base, folders, classes=config.labels)
+        (folder / card.FILE).write_text(told, encoding="utf-8")
         # Its rows are training data: an export is what people publish.
         (folder / proof_file.FILE).unlink(missing_ok=True)
 

@@ -15,12 +15,14 @@ from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.lora.adapter import Adapter, attach, load_adapter
 from erniekit.lora.inject import base_state
 from erniekit.models.layers.head import LocalHead
+from erniekit.models.score_head import WEIGHT as SCORE
 
 Change = Callable[[str, torch.Tensor], torch.Tensor]  # (our name, fp32 weight) -> the weight to use; in layers only
 # (our name, where its rows go, the first of them)
 Fill = Callable[[str, torch.Tensor, int], None]
 Ready = Callable[[nn.Module, str], None]  # (model, the prefix of a layer that is filled now)
 VOCABULARY = ("embed.weight", "head.weight")  # with a row for each token: never in memory as a whole
+HEADS = (SCORE, "head.weight", "embed.weight")  # the last where it is tied
 FRONT = ("tower.", "resampler.")  # in front of the layers of a model that sees, and in memory as a whole
 _AT_ONCE = 16 << 20  # weights of the head that are multiplied in one go
 
@@ -75,7 +77,7 @@ def streamed_by(model: nn.Module, fill: Fill, adapter: Adapter | None = None, re
         for name in FRONT:
             load_adapter(model, adapter, under=name)
     model.embedding = _RowsEmbedding(fill)
-    model.output = _RowsHead(fill, "head.weight" if "head.weight" in names else "embed.weight")
+    model.output = _RowsHead(fill, next(name for name in HEADS if name in names))
     for name, layer in model.get_submodule("layers").named_children():
         stream(f"layers.{name}.", layer)
     return model.eval()

@@ -28,7 +28,7 @@ RUN_FILES = (
 MODEL_FILES = (
     "config.json", "generation_config.json", "preprocessor_config.json", "model*.safetensors*",
     "adapter_config.json", "adapter_model*.safetensors*", "lora_config.json", "peft_model*.safetensors*",
-    "base_model.json", "vision_proof.json",
+    "base_model.json", "score_head.json", "vision_proof.json",
     "probe.safetensors", *TOKENIZER_FILES,
 )  # fmt: skip
 # A folder with nothing but these counts as empty: what a shell, a scheduler or a file system puts there first.

@@ -14,9 +14,10 @@ from torch import nn
 from erniekit.errors import CheckpointError
 from erniekit.lora.inject import PairShape, lora_linears, lora_state, wrap
 from erniekit.lora.layers import Pair
-from erniekit.lora.projections import Projection, projections, short_name_of, short_names
+from erniekit.lora.projections import Projection, config_of, projections, short_name_of, short_names
 from erniekit.lora.settings import LoRASettings
 from erniekit.lora_scale import alpha_of
+from erniekit.models.score_head import WEIGHT as SCORE
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Adapter:
     lora_plus_scale: float = 1.0
     base: str | None = None  # the model it was trained on, as its config names it
     where: str = "the adapter"  # folder, for messages
+    head: torch.Tensor | None = None  # [classes, hidden]: a score head, trained whole beside the updates
 
     @property
     def scale(self) -> float:
@@ -103,7 +105,8 @@ def adapter_of(
     rank, alpha = settings.rank, settings.alpha
     if settings.pissa:
         rank, alpha = 2 * rank, alpha_of(settings.scaling, 2 * rank, settings.rslora)
-    return Adapter(updates, rank, alpha, settings.rslora, settings.lora_plus_scale, base, "this model")
+    head = values[SCORE].detach() if SCORE in values else None
+    return Adapter(updates, rank, alpha, settings.rslora, settings.lora_plus_scale, base, "this model", head)
 
 
 def attach(model: nn.Module, adapter: Adapter, shared_a: bool = False) -> list[Projection]:
@@ -128,6 +131,8 @@ def load_adapter(model: nn.Module, adapter: Adapter, under: str = "") -> None:
     under: only modules whose name starts so (one layer of a model that is filled piece by piece).
     """
     present = {p.place: u for p, u in places(model, adapter).items() if p.module.startswith(under)}
+    if adapter.head is not None and not under:
+        model.get_parameter(SCORE).copy_(adapter.head)
     for name, module in lora_linears(model):
         if not name.startswith(under):
             continue
@@ -206,6 +211,7 @@ def _parts(adapter: Adapter) -> list[str]:
 
 def places(model: nn.Module, adapter: Adapter) -> dict[Projection, LowRank]:
     """Each update with its place in the model; names or shapes the model does not have are refused."""
+    _check_head(model, adapter)
     by_name = {p.public: p for p in projections(model)}
     strange = [name for name in adapter.updates if name not in by_name]
     if strange:
@@ -229,3 +235,16 @@ def places(model: nn.Module, adapter: Adapter) -> dict[Projection, LowRank]:
             )
         out[projection] = update
     return out
+
+
+def _check_head(model: nn.Module, adapter: Adapter) -> None:
+    if adapter.head is None:
+        return
+    classes, hidden = len(config_of(model).labels), config_of(model).hidden_size
+    if tuple(adapter.head.shape) != (classes, hidden):
+        has = f"a score head of {classes} classes" if classes else "no score head"
+        raise CheckpointError(
+            f"the adapter has a score head {list(adapter.head.shape)}; this model, {hidden} wide, has {has}",
+            where=adapter.where,
+            fix="stage: RM or CLS trains on from it, with its own classes; for other stages take another adapter",
+        )

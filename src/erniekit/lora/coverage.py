@@ -73,6 +73,8 @@ def coverage_table(model: nn.Module) -> str:
         lines.append(f"  {row.group:<{wide}} {have:<27} {count:>11} {rank:>5} {row.trainable:>13,}")
     missing = [name for row in rows[:-1] for name in _left_out(row)]
     trainable, base = sum(r.trainable for r in rows), sum(r.parameters for r in rows)
+    if rows[-1].trainable:
+        lines.append(f"  {'score head':<{wide}} {'trained whole':<27} {'1/1':>11} {'-':>5} {rows[-1].trainable:>13,}")
     lines.append(f"  not adapted: {', '.join([*missing, *rows[-1].total])}")
     lines.append(f"  trainable {trainable:,} of {base + trainable:,} parameters ({trainable / (base + trainable):.2%})")
     return "\n".join(lines)
@@ -118,12 +120,15 @@ def _count(members: list[Projection]) -> dict[str, int]:
 
 
 def _never(model: nn.Module, everything: list[Projection]) -> CoverageRow:
+    """A score head is in it, and trained whole."""
     weights = {p.weight for p in everything} | {p.module + ".base.weight" for p in everything}
     rest = {n: p for n, p in model.named_parameters() if n not in weights and not is_lora(n)}
     kinds = {"embeddings": "embed.", "norms": "norm.", "head": "head", "biases": ".bias", "mtp layers": "mtp."}
     kinds |= {"vision tower": "tower."}
     named = [kind for kind, part in kinds.items() if any(part in name for name in rest)]
-    return CoverageRow("rest", {}, dict.fromkeys(named, 0), (), 0, sum(p.numel() for p in rest.values()))
+    trained = sum(p.numel() for p in rest.values() if p.requires_grad)
+    held = sum(p.numel() for p in rest.values()) - trained
+    return CoverageRow("rest", {}, dict.fromkeys(named, 0), (), trained, held)
 
 
 def _shown(row: CoverageRow, part: str) -> str:

@@ -26,6 +26,7 @@ from erniekit.lora.layers import (
 )
 from erniekit.lora.projections import Projection, config_of, select
 from erniekit.lora.settings import LoRASettings
+from erniekit.models.score_head import WEIGHT as SCORE
 
 
 class PairShape(NamedTuple):
@@ -36,11 +37,14 @@ class PairShape(NamedTuple):
 
 
 def inject(model: nn.Module, settings: LoRASettings, seed: int) -> list[Projection]:
-    """Adapters on every projection the settings name; all other weights frozen. Returns what was adapted."""
+    """Adapters on every projection the settings name; all other weights but a score head's are frozen. Returns what was
+    adapted."""
     chosen = select(model, settings.targets)
     shape = PairShape(settings.rank, settings.scaling, settings.dora, settings.pissa)
     wrap(model, dict.fromkeys(chosen, shape), settings.shared_a)
     reset_lora(model, seed)
+    if config_of(model).labels:
+        model.get_submodule("score").requires_grad_(True)  # new, and no part of the base: it is trained whole
     return chosen
 
 
@@ -122,14 +126,19 @@ def is_lora(name: str) -> bool:
     return ".lora." in name
 
 
+def in_adapter(name: str) -> bool:
+    """Weights that an adapter's files hold: low-rank updates, and a score head."""
+    return is_lora(name) or name == SCORE
+
+
 def is_lora_b(name: str) -> bool:
     """The parameters whose learning rate LoRA+ multiplies."""
     return is_lora(name) and name.endswith(".B")
 
 
 def lora_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Only the adapters, by our names: what a LoRA checkpoint saves."""
-    return {name: param for name, param in model.named_parameters() if is_lora(name)}
+    """What a LoRA checkpoint saves, by our names: the adapters alone, with a score head where there is one."""
+    return {name: param for name, param in model.named_parameters() if in_adapter(name)}
 
 
 def base_state(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -103,6 +103,10 @@ def write_paddle(folder: Path, adapter: Adapter, model: nn.Module) -> list[Path]
         raise CheckpointError(
             "ERNIEKit's adapter files have no place for DoRA's row lengths", where="save_format", fix="save_format: hf"
         )
+    if adapter.head is not None:
+        raise CheckpointError(
+            "ERNIEKit's adapter files have no place for a score head", where="save_format", fix="save_format: hf"
+        )
     placed = {p.public: u for p, u in places(model, adapter).items()}
     linears = {n: f for n, f in fused_linears(model).items() if any(p.public in placed for p in f.parts)}
     found = {n: [placed.get(p.public) for p in f.parts] for n, f in linears.items()}

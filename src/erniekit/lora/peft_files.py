@@ -27,7 +27,9 @@ from erniekit.lora.adapter_config import (
     rank_and_alpha,
     read_tensors,
 )
-from erniekit.lora.projections import projections, short_names
+from erniekit.lora.projections import config_of, projections, short_names
+from erniekit.lora.score_head import KEY as HEAD
+from erniekit.lora.score_head import MODULES, write_classes
 from erniekit.lora.settings import LoRASettings
 from erniekit.lora_scale import alpha_of
 
@@ -36,7 +38,7 @@ CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "b
 # Values of PEFT's config that change what the adapter computes, in ways these layers do not.
 _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "lora_bias": bool,
-    "modules_to_save": bool,
+    "modules_to_save": lambda value: bool(value) and not (isinstance(value, list) and set(value) <= set(MODULES)),
     "trainable_token_indices": bool,
     "alora_invocation_tokens": bool,
     "layer_replication": bool,
@@ -62,7 +64,7 @@ def write_peft(folder: Path, adapter: Adapter, model: nn.Module) -> list[Path]:
     }
     config = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "CAUSAL_LM" if adapter.head is None else "SEQ_CLS",
         "base_model_name_or_path": adapter.base,
         "r": adapter.rank,
         "lora_alpha": plain_number(adapter.alpha),
@@ -76,7 +78,7 @@ def write_peft(folder: Path, adapter: Adapter, model: nn.Module) -> list[Path]:
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
-        "modules_to_save": None,
+        "modules_to_save": None if adapter.head is None else list(MODULES),
         "use_dora": adapter.dora,
     }
     # Parts that share an A each get a copy: PEFT has no sharing.
@@ -87,6 +89,9 @@ def write_peft(folder: Path, adapter: Adapter, model: nn.Module) -> list[Path]:
     }
     lengths = {name: update.magnitude for name, update in updates.items() if update.magnitude is not None}
     tensors |= {f"{PREFIX}{name}.lora_magnitude_vector": value for name, value in lengths.items()}
+    if adapter.head is not None:
+        tensors[HEAD] = adapter.head
+        write_classes(folder, config_of(model).labels)
     write_shards(folder, WEIGHTS.removesuffix(".safetensors"), tensors.items(), ONE_FILE)
     write_json(folder / CONFIG, config)
     return [folder / WEIGHTS, folder / CONFIG]
@@ -116,6 +121,7 @@ def read_peft(folder: Path, model: nn.Module) -> Adapter:
         return whole.scaling if abs(found - whole.scaling) < 1e-9 * found else found  # one way to write a number
 
     tensors = read_tensors(folder, [WEIGHTS])
+    head = tensors.pop(HEAD, None)
     lengths = magnitudes(tensors, str(folder))
     updates: dict[str, LowRank] = {}
     parameters = {p.public: peft_experts.parameter_of(p) for p in projections(model)}
@@ -138,4 +144,4 @@ def read_peft(folder: Path, model: nn.Module) -> Adapter:
             fix="the file is incomplete: download or copy the adapter again",
         )
     updates |= {name: replace(updates[name], magnitude=value) for name, value in lengths.items()}
-    return Adapter(updates, rank, alpha, whole.rslora, 1.0, config.get("base_model_name_or_path"), str(folder))
+    return Adapter(updates, rank, alpha, whole.rslora, 1.0, config.get("base_model_name_or_path"), str(folder), head)

@@ -16,7 +16,8 @@ from torch import nn
 
 from erniekit.data.types import IGNORE, Batch
 from erniekit.kernels.cross_entropy import CHUNK
-from erniekit.loss_table import PREFERENCE_LOSSES, PreferenceLoss, metric_name
+from erniekit.loss_table import PAIR_ARGUMENTS, PreferenceLoss, metric_name, preference_loss
+from erniekit.losses.own_preference import package_losses
 
 SURE = -1e-7  # the highest mean log-probability whose odds are still a number
 
@@ -38,7 +39,7 @@ class DpoSettings:
 
     @property
     def loss(self) -> PreferenceLoss:
-        return PREFERENCE_LOSSES[self.loss_type]
+        return preference_loss(self.loss_type)
 
     @property
     def needs_reference(self) -> bool:
@@ -94,6 +95,9 @@ def preference_losses(
     """[pairs], before pref_loss_ratio; log-probabilities with even lengths. reference None is zero."""
     if reference is None:
         reference = Answers(*(torch.zeros_like(x) for x in policy))
+    if settings.loss_type not in IMPLEMENTATIONS:
+        values = (*policy, *reference, score_delta, settings.beta)
+        return package_losses(settings.loss_type, dict(zip(PAIR_ARGUMENTS, values)))
     gained = Answers(policy.chosen - reference.chosen, policy.rejected - reference.rejected)
     return IMPLEMENTATIONS[settings.loss_type](PairScores(policy, gained, score_delta), settings)
 

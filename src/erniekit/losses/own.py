@@ -78,6 +78,27 @@ class OwnLossHead(WrappedHead):
     def __init__(self, inner: Any, loss: TokenLoss) -> None:
         super().__init__(inner)
         self.own = loss
+        # Stays on the device: what a step gave is asked for only where its loss or gradient is not a number.
+        self._failed: torch.Tensor | None = None
+
+    def failed(self) -> bool:
+        """Whether the function gave nan or inf, or a gradient with them, from finite numbers since this was last
+        asked."""
+        found = self._failed is not None and bool(self._failed)
+        self._failed = None
+        return found
+
+    def _watch(self, given: torch.Tensor, losses: torch.Tensor) -> None:
+        """given: what the losses are computed from."""
+        sound = given.detach().isfinite().all()
+        self._note(sound & ~losses.detach().isfinite().all())
+        if given.requires_grad:
+            given.register_hook(lambda gradient: self._note(sound & ~gradient.isfinite().all()))
+
+    def _note(self, failed: torch.Tensor) -> None:
+        if self._failed is None:
+            self._failed = torch.zeros_like(failed)
+        self._failed.logical_or_(failed)
 
     def loss(
         self,
@@ -99,12 +120,18 @@ class OwnLossHead(WrappedHead):
             total = rows.sum().float() * 0.0
             kept = len(places) <= chunk
             for x, y in zip(rows.split(chunk), targets.split(chunk)):
-                total = total + self._of_logits(x, weight, bias, y, kept) if len(y) else total
+                if len(y):
+                    part = self._of_logits(x, weight, bias, y, kept)
+                    self._watch(x, part)
+                    total = total + part
         else:
             losses = self.inner.token_losses(hidden, weight, labels, bias, ignore, chunk, count)
             total = losses.sum() * 0.0
             if len(places):
-                total = total + self.own(logprobs=-losses.flatten()[places], labels=targets).sum()
+                logprobs = -losses.flatten()[places]
+                found = self.own(logprobs=logprobs, labels=targets)
+                self._watch(logprobs, found)
+                total = total + found.sum()
         return total if scale is None else total * scale
 
     def _of_logits(

@@ -45,7 +45,8 @@ def reward_loss(
     """The SUM of the pairs' losses (fp32), times scale."""
     pairs = batch.pairs
     assert pairs is not None
-    rewards = scores_of(model, batch, hidden).squeeze(-1)[pairs.segment.flatten() >= 0]
+    places = (pairs.segment.flatten() >= 0).nonzero().squeeze(1)
+    rewards = scores_of(model, batch, hidden).squeeze(-1).index_select(0, places)
     chosen, rejected = rewards[0::2], rewards[1::2]  # a row's segments come in their order
     losses = reward_losses(chosen, rejected, pairs.score_delta.to(chosen.device), settings)
     if step_metrics is not None:
@@ -67,8 +68,8 @@ def class_loss(
 ) -> torch.Tensor:
     """The SUM of the sequences' cross-entropies (fp32), times scale."""
     labels = batch.labels.flatten()
-    on = labels != IGNORE
-    scores, targets = scores_of(model, batch, hidden)[on], labels[on]
+    places = (labels != IGNORE).nonzero().squeeze(1)
+    scores, targets = scores_of(model, batch, hidden).index_select(0, places), labels[places]
     if step_metrics is not None:
         right = (scores.detach().argmax(-1) == targets).float()
         step_metrics.add("accuracy", right.sum(), batch.num_label_tokens)

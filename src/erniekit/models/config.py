@@ -119,6 +119,11 @@ class DecoderConfig:
         m = self.moe
         return m is not None and (layer + 1) % m.interval == 0 and m.start <= layer <= m.end
 
+    @property
+    def outputs(self) -> int:
+        """Rows of the head: tokens, or the classes of a score head."""
+        return len(self.labels) or self.vocab_size
+
     def parameters(self) -> int:
         """Weights in the model; tied embeddings counted once."""
         return costs.parameters(self)

@@ -108,8 +108,9 @@ def weights(c: DecoderConfig) -> dict[str, int]:
     tokens, all of each. biases: all of the others', and the routers' that balance the experts."""
     H, V = c.hidden_size, c.vocab_size
     found = dict.fromkeys(("embedding", "head", "attention", "mlp", "router", "experts", "shared"), 0)
-    found["embedding"], found["head"] = V * H, 0 if c.tie_word_embeddings else V * H
-    found["norms"], found["biases"] = (2 * c.num_layers + 1) * H, V * c.head_bias
+    tied, bias = (False, False) if c.labels else (c.tie_word_embeddings, c.head_bias)  # a score head has neither
+    found["embedding"], found["head"] = V * H, 0 if tied else c.outputs * H
+    found["norms"], found["biases"] = (2 * c.num_layers + 1) * H, V * bias
     for sparse, count in _layers(c):
         products = layer_products(c, sparse)
         for product in products:
@@ -196,12 +197,12 @@ def token_flops(c: DecoderConfig, frozen_base: bool = False) -> int:
     """Of a trained token, forward and backward, attention apart: 6 for each weight it is multiplied by; 4 for a frozen
     one, which has no gradient."""
     each = FORWARD + INPUT_GRADIENT + (0 if frozen_base else WEIGHT_GRADIENT)
-    return each * (products_met(c) + c.vocab_size * c.hidden_size)
+    return each * (products_met(c) + c.outputs * c.hidden_size)
 
 
 def forward_flops(c: DecoderConfig, counts: TokenCounts, adapters: float = 0, further: int = 0) -> float:
     """adapters: LoRA weights that a token meets. further: layers that predict further tokens, each with a head."""
-    heads = (1 + further) * c.vocab_size * c.hidden_size * counts.trained
+    heads = (1 + further) * c.outputs * c.hidden_size * counts.trained
     products = _products(c, counts, further) + adapters * counts.tokens + heads
     return FORWARD * products + ATTENTION_FORWARD * attention_work(c, counts.sum_squares, c.num_layers + further)
 
@@ -210,7 +211,7 @@ def backward_flops(
     c: DecoderConfig, counts: TokenCounts, frozen_base: bool = False, adapters: float = 0, further: int = 0
 ) -> float:
     """Every input's gradient, though a frozen embedding needs none from the first projections."""
-    heads = (1 + further) * c.vocab_size * c.hidden_size * counts.trained
+    heads = (1 + further) * c.outputs * c.hidden_size * counts.trained
     base = _products(c, counts, further) + heads
     products = INPUT_GRADIENT * base + (INPUT_GRADIENT + WEIGHT_GRADIENT) * adapters * counts.tokens
     if not frozen_base:

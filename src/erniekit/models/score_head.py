@@ -56,6 +56,16 @@ def refuse(labels: Sequence[str], what: str, where: str) -> None:
         )
 
 
+def changes(raw: dict[str, Any], labels: Sequence[str]) -> dict[str, Any]:
+    """Values of config.json that make a language model one with a head for these classes."""
+    named = next((k for k in raw.get("architectures") or [] if isinstance(k, str)), "")
+    kind = named.replace("ForCausalLM", ARCHITECTURE)
+    return {
+        "architectures": [kind if kind.endswith(ARCHITECTURE) else ARCHITECTURE],
+        "id2label": {str(i): name for i, name in enumerate(labels)},
+    }
+
+
 def written(config: dict[str, Any], labels: Sequence[str]) -> dict[str, Any]:
     """config.json of such a model. transformers pads batches with pad_token_id, which must be there."""
     kinds = [kind.replace("ForCausalLM", ARCHITECTURE) for kind in config["architectures"]]

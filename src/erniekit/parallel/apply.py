@@ -68,7 +68,7 @@ def sharding_of(model: nn.Module, plan: Plan, layout: Layout) -> Sharding:
         Heads(config.num_heads, config.num_kv_heads, config.head_dim),
         layout,
         config.num_layers,
-        config.tie_word_embeddings,
+        config.tie_word_embeddings and not config.labels,  # a score head is never the embedding
         part_rows,
     )
     sharding.mtp_trained = bool(model.mtp_weight)

@@ -184,7 +184,7 @@ def held_of(
         head = 4.0 * trained
     gradients = layer.gradients if storing.in_backward else share.gradients
     return Held(
-        weights=0.0 if storing.shards_away else share.weights,
+        weights=(0.0 if storing.shards_away else share.weights) + teacher_bytes(job),
         optimiser=0.0 if away else states,
         gradients=gradients,
         layer_gradients=formed,
@@ -210,11 +210,25 @@ def work_of(
         in_flight=in_flight,
         head_rows=job.head_rows if last else 0,
         head_tokens=ceil(tokens * job.trained) if last else 0,
-        vocabulary=ceil(job.model.vocab_size / layout.tp),
+        vocabulary=ceil(job.model.outputs / layout.tp),
         cuts=cuts_of(layout),
         kernels=Kernels(fused and job.compute == 2, job.rank, job.compute),
         seeing=job.seeing / (layout.tp * layout.cp) if rank == 0 else 0.0,  # pictures are dealt out among those ranks
+        compared=_compared(job, tokens) if last else 0.0,
     )
+
+
+def teacher_bytes(job: Job) -> float:
+    return float(job.teacher.parameters() * job.compute) if job.teacher is not None else 0.0
+
+
+def _compared(job: Job, tokens: int) -> float:
+    """Of a teacher: its last states of all tokens; and of a chunk of them seven tensors of logits in fp32, of both
+    models, their logarithms, probabilities and differences."""
+    if job.teacher is None:
+        return 0.0
+    rows = min(job.head_rows, ceil(tokens * job.trained))
+    return tokens * job.teacher.hidden_size * job.compute + 7.0 * 4 * rows * job.teacher.vocab_size
 
 
 def cuts_of(layout: Layout) -> Cuts:
@@ -252,10 +266,12 @@ def timed(job: Job, made: Candidate, place: Site, stages: list[range], exact: bo
             if n in again:
                 b, host, times = b + layer.forward, host + layer.host / 3, 3
             waiting = max(waiting, times * waits[sparse[n]])
-        if job.reference:
-            f += sum(kinds[sparse[n]].forward for n in held)
+        f += job.forwards * sum(kinds[sparse[n]].forward for n in held)
+        host += job.forwards * sum(kinds[sparse[n]].host for n in held) / 3
         if number == len(stages) - 1:
-            f += timing.head_time(job, layout, tokens, rates)[0] * (4 / 3 if job.reference else 1)
+            f += timing.head_time(job, layout, tokens, rates)[0] * (1 + job.forwards / 3)
+            teacher, launches = timing.teacher_time(job, layout, tokens, rates, links)
+            f, host = f + teacher, host + launches
         slow = max(1.0, host / (f + b)) if f + b else 1.0  # the host launches slower than the device computes
         forward.append(f * slow)
         backward.append(b * slow)

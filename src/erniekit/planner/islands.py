@@ -27,6 +27,12 @@ MOST_STAGES = 64
 
 def across(job: Job, cluster: Cluster, places: Sequence[Site]) -> Ranking:
     """Every stage size that all islands divide by, with tensor and data parallelism inside a stage."""
+    if job.data_alone:
+        raise PlanError(
+            "unlike islands are a pipeline, and this run takes data parallelism and sharding alone",
+            where=cluster.words,
+            fix="plan it on one of the islands",
+        )
     vendors = [vendor for vendor, _ in groupby(island.card.vendor for island in cluster.islands)]
     if len(vendors) > len(set(vendors)):
         what = f"islands of one vendor are apart: {', '.join(vendors)}"
@@ -126,8 +132,9 @@ def _with(
         kinds = {s: timing.layer_time(job, s, layout, tokens, place.rates, links) for s in set(work.layers)}
         f = sum(kinds[s].forward for s in layers_of(job.model, numbers))
         b = sum(kinds[s].backward for s in layers_of(job.model, numbers)) + (f if every else 0.0)
+        f *= 1 + job.forwards
         if rank == len(stages) - 1:
-            f += timing.head_time(job, layout, tokens, place.rates)[0]
+            f += timing.head_time(job, layout, tokens, place.rates)[0] * (1 + job.forwards / 3)
         forward.append(f)
         backward.append(b)
         same = rank + 1 < len(stages) and stages[rank + 1] is place

@@ -24,7 +24,9 @@ class Job:
     head_rows: int = 2048
     recompute: str = ""  # none, a granularity, or auto: as few whole layers as fit
     recomputed: int | None = None  # layers of each rank that are; None: by `recompute`
-    reference: bool = False  # a live one: DPO's forward pass without gradient
+    forwards: int = 0  # passes of this model over the rows without gradient: a live reference's, KTO's baseline
+    teacher: DecoderConfig | None = None  # another model, whole on every rank, that runs forward as well
+    data_alone: bool = False  # no axis but data parallelism and sharding
     compute: int = 2  # bytes
     offload_optimiser: bool = False
     seeing: float = 0.0  # bytes that a vision tower and its resampler keep of a micro-batch

@@ -81,6 +81,7 @@ class Work:
     cuts: Cuts = UNCUT
     kernels: Kernels = field(default_factory=lambda: FUSED)
     seeing: float = 0.0  # bytes that a vision tower and its resampler keep of a micro-batch, where they are here
+    compared: float = 0.0  # bytes of a teacher's states and of both models' logits while the loss is formed
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ def _at_loss(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> Bytes:
         logits = rows * work.vocabulary * (work.kernels.bytes if work.kernels.fused else 12.0)
         logits += held.head_gradient + c.hidden_size * work.kernels.bytes * 2.0 * work.head_tokens
     activations = work.in_flight * (layers.all + work.seeing) + hidden
-    return _base(held, before, activations=activations, logits=logits)
+    return _base(held, before, activations=activations, logits=logits + work.compared)
 
 
 def _at_first(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> Bytes:

@@ -39,6 +39,10 @@ def divisors(number: int) -> list[int]:
 def layouts(job: Job, ranks: int, devices: int) -> Iterator[Layout]:
     """devices: of a machine; tensor parallelism stays inside one."""
     c = job.model
+    if job.data_alone:
+        if job.packs % (job.rows * ranks) == 0:
+            yield from _spread(job, Layout(), ranks, devices)
+        return
     most_tp = min(MOST_TENSOR, devices, max(c.num_heads, 1))
     for tp in (d for d in divisors(ranks) if d <= most_tp and devices % d == 0):
         for pp in (d for d in divisors(ranks // tp) if d <= c.num_layers):

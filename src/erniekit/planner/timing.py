@@ -6,7 +6,7 @@ the error of every recorded run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from erniekit.models.config import DecoderConfig
 from erniekit.models.costs import (
@@ -26,6 +26,7 @@ from erniekit.planner.static_bytes import Share
 # choice's row: H and expert width.
 OF_HIDDEN, OF_WIDTH, OF_HEADS = 20, 8, 4
 OF_ROW_HIDDEN, OF_ROW_WIDTH = 10, 12
+OF_LOGITS = 20  # fp32 numbers that a comparison with a teacher reads and writes for each logit: not fitted, counted
 FORWARD_SHARE = 0.4  # of that traffic
 LOW_RANK = 1.2  # a linear with adapters, over the same without
 
@@ -116,11 +117,24 @@ def exchanges(job: Job, sparse: bool, layout: Layout, tokens: int, links: Links)
 def head_time(job: Job, layout: Layout, tokens: int, rates: CardRates) -> tuple[float, float]:
     """The head and its loss: gradients are formed in the forward pass."""
     c = job.model
-    weights = c.vocab_size * c.hidden_size / layout.tp
+    weights = c.outputs * c.hidden_size / layout.tp
     each = FORWARD + INPUT_GRADIENT + (0 if job.rank else WEIGHT_GRADIENT)
     trained = tokens * job.trained
-    logits = trained * c.vocab_size / layout.tp * 2 * job.compute
+    logits = trained * c.outputs / layout.tp * 2 * job.compute
     return each * weights * trained / rates.dense + logits / rates.elementwise, 0.0
+
+
+def teacher_time(job: Job, layout: Layout, tokens: int, rates: CardRates, links: Links) -> tuple[float, float]:
+    """Its forward pass and head with the passes over both models' logits; and what the host needs for its launches."""
+    c = job.teacher
+    if c is None:
+        return 0.0, 0.0
+    own = replace(job, model=c, rank=0)
+    layers = [layer_time(own, c.sparse(n), layout, tokens, rates, links) for n in range(c.num_layers)]
+    trained = tokens * job.trained
+    head = FORWARD * c.vocab_size * c.hidden_size * trained / rates.dense
+    logits = OF_LOGITS * 4 * c.vocab_size * trained / rates.elementwise
+    return sum(layer.forward for layer in layers) + head + logits, sum(layer.host for layer in layers) / 3
 
 
 def update_time(share: Share, job: Job, rates: CardRates) -> float:

@@ -108,10 +108,10 @@ def _values(
         base = weights.from_folder(folder, sharding, rank, seed)
     else:
         base = weights.from_nothing(sharding, rank, seed, folder.config.init_std)
-    low_rank = None
+    fill = base
     if plan.lora:
-        low_rank = weights.from_whole(_adapters(plan, whole, start), sharding, rank)
-    fill = weights.base_and_adapters(base, low_rank)
+        held = _adapters(plan, whole, start)
+        fill = weights.base_and_adapters(base, weights.from_whole(held, sharding, rank), held)
     return weights.rounded(fill, dtypes) if dtypes else fill
 
 

@@ -29,7 +29,7 @@ from erniekit.devices.base import Device
 from erniekit.files.tokenizer_names import TOKENIZER_FILES
 from erniekit.lora.adapter import adapter_of
 from erniekit.lora.adapter_files import write_adapter
-from erniekit.lora.inject import is_lora
+from erniekit.lora.inject import in_adapter
 from erniekit.lora.settings import LoRASettings
 from erniekit.parallel.apply import plain
 from erniekit.parallel.engine import Engine
@@ -97,7 +97,7 @@ class Built:
     # What the saver needs: this rank's pieces of what a checkpoint holds, and both ways of its format.
 
     def saved_names(self) -> list[str]:
-        return [n for n in self.sharding.names() if is_lora(n)] if self.lora else self.sharding.names()
+        return [n for n in self.sharding.names() if in_adapter(n)] if self.lora else self.sharding.names()
 
     def pieces(self) -> dict[str, torch.Tensor]:
         wanted = set(self.saved_names())
@@ -137,5 +137,5 @@ class Built:
         seed = self.plan.config.train.seed
         fill = weights.saved(source, self.whole, self.sharding, self.world.rank, self.lora is not None, seed)
         for name, param in self.parameters():
-            if not self.lora or is_lora(name):
+            if not self.lora or in_adapter(name):
                 fill(name, local(param))

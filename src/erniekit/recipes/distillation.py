@@ -5,6 +5,8 @@ Called by recipes/sft.py where teacher_model_name_or_path is given.
 
 from __future__ import annotations
 
+from torch import nn
+
 from erniekit.api_load import Found, find_model
 from erniekit.config import RunConfig
 from erniekit.data.tokenizer import Tokenizer
@@ -12,6 +14,7 @@ from erniekit.errors import ConfigError, ErnieKitError
 from erniekit.kernels.distillation import Mix
 from erniekit.log import say
 from erniekit.losses.distillation import DistillationLoss, DistillingHead, KeptHidden
+from erniekit.models.score_head import refuse as refuse_score_head
 from erniekit.recipes.built import Built
 from erniekit.recipes.run_plan import RunPlan
 
@@ -26,6 +29,7 @@ def open_teacher(plan: RunPlan, tokenizer: Tokenizer) -> Found:
     except ErnieKitError as error:  # which of the two models it is
         raise ConfigError(error.what, where=KEY, fix=error.fix) from error
     theirs, ours = found.weights.config, plan.folder.config
+    refuse_score_head(theirs.labels, "distillation", f"{KEY}: {found.describe()}")
     if theirs.vision is not None or ours.vision is not None:
         raise ConfigError(
             "distillation is of text models", where=cfg.origin(KEY), fix="leave teacher_model_name_or_path out"
@@ -71,18 +75,21 @@ def mix_of(cfg: RunConfig) -> Mix:
 
 
 def install(cfg: RunConfig, built: Built, found: Found) -> None:
+    install_model(cfg, built, found.build(built.dtype, built.device.handle))
+    d, count = cfg.distill, found.weights.config.parameters()
+    whole = ", whole on every rank" if built.world.size > 1 else ""
+    soft = f"{d.distill_alpha:g} x {d.distill_kl} KL at temperature {d.distill_temperature:g}"
+    hard = f"{1 - d.distill_alpha:g} x cross-entropy"
+    say(f"teacher  {found.describe()} ({count:,} weights{whole}): {soft} + {hard}")
+
+
+def install_model(cfg: RunConfig, built: Built, teacher: nn.Module) -> None:
     """The teacher into the run's loss, and the comparing head into the model."""
     loss = built.engine.loss
     assert isinstance(loss, DistillationLoss)
-    teacher = found.build(built.dtype, built.device.handle)
     for param in teacher.parameters():
         param.requires_grad_(False)
     teacher.output = KeptHidden()
     head = DistillingHead(built.engine.model.output, mix_of(cfg))  # type: ignore[arg-type]
     built.engine.model.output = head
     loss.teacher, loss.head = teacher, head
-    d, count = cfg.distill, found.weights.config.parameters()
-    whole = ", whole on every rank" if built.world.size > 1 else ""
-    soft = f"{d.distill_alpha:g} x {d.distill_kl} KL at temperature {d.distill_temperature:g}"
-    hard = f"{1 - d.distill_alpha:g} x cross-entropy"
-    say(f"teacher  {found.describe()} ({count:,} weights{whole}): {soft} + {hard}")

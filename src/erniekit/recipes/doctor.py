@@ -29,7 +29,7 @@ from erniekit.optim.in_backward import looked_at, seen_gradients
 from erniekit.parallel.apply import plain
 from erniekit.parallel.compiled import eager
 from erniekit.parallel.gradients import local
-from erniekit.recipes import device_report, held_back, run_summary, stage_of
+from erniekit.recipes import device_report, held_back, own_loss, run_summary, stage_of
 from erniekit.recipes.build import build
 from erniekit.recipes.built import Built
 from erniekit.recipes.check import MOVED_BY_ROUNDING, Check
@@ -228,9 +228,11 @@ def gradients(built: Built, optimizer: AdamW, first: Batch, prepare: Prepare | N
     optimizer.zero_grad()
     count = len(here)
     if not finite:
-        return Check(
-            "gradients", False, "a gradient is not finite", "check the model's weights; try compute_type: fp32"
-        )
+        what, fix = "a gradient is not finite", "check the model's weights; try compute_type: fp32"
+        if own := own_loss.failed_in(built.engine):
+            what += f": the loss function {own} gave it, from finite numbers"
+            fix = "bound what it takes the logarithm or root of, or divides by: clamp(min=1e-6)"
+        return Check("gradients", False, what, fix)
     return Check(
         "gradients",
         not silent,

@@ -89,12 +89,12 @@ def publish_on_nodes(checkpoint: Path, output: Path, world: World) -> None:
 
 
 def next_commands(output: Path, built: Built) -> list[str]:
-    if built.lora:
-        export = typed("export", f"model_name_or_path={built.folder.path}", f"output_dir={output}", "lora=True")
-        return [typed("chat", output), export, typed("chat", output / "export")]
+    export = typed("export", f"model_name_or_path={built.folder.path}", f"output_dir={output}", "lora=True")
     if built.folder.config.labels:
         stage = f"stage={built.plan.config.train.stage}"
-        return [typed("eval", output, stage, "eval_dataset_path=FILE")]
+        return [typed("eval", output, stage, "eval_dataset_path=FILE"), *([export] if built.lora else [])]
+    if built.lora:
+        return [typed("chat", output), export, typed("chat", output / "export")]
     if built.plan.config.precision.compute_type == "fp8":
         return [typed("export", f"output_dir={output}"), typed("chat", output / "export")]
     return [typed("chat", output), typed("split", f"output_dir={output}", "max_shard_size=5")]

@@ -35,6 +35,7 @@ from erniekit.parallel.mesh import World
 from erniekit.planner.activations import Kernels
 from erniekit.planner.memory import USABLE, Held, Work, fewest_recomputed, layers_of, recomputing, step_bytes
 from erniekit.recipes import trained_weights
+from erniekit.recipes.models_beside import bytes_beside
 from erniekit.weight_kinds import BF16
 
 FULL = 0.95  # of it that a run with nothing but whole-layer recompute may fill
@@ -87,6 +88,7 @@ def least_bytes(cfg: RunConfig, model: DecoderConfig) -> float:
     """What a run on one device takes with every layer computed again."""
     tokens = cfg.train.per_device_train_batch_size * cfg.data.max_seq_len
     held = held_alone(model, trained_share(cfg, model), *kept_bytes(cfg, model), base_of(cfg))
+    held = replace(held, weights=held.weights + bytes_beside(cfg, model))
     rank = cfg.lora.lora_rank if cfg.lora.lora else 0
     work = work_alone(model, tokens, cfg.memory.loss_subbatch_seqlen, rank, seeing_bytes(cfg, model, again=True))
     return step_bytes(model, held, recomputing(work, model.num_layers)).total

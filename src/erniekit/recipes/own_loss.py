@@ -13,6 +13,7 @@ from erniekit.errors import ConfigError
 from erniekit.loss_table import IN_SESSION, TOKEN_LOSSES
 from erniekit.losses.own import OwnLossHead, TokenLoss
 from erniekit.parallel.engine import Engine
+from erniekit.parallel.gradients import local
 
 if TYPE_CHECKING:
     from erniekit.recipes.stage import TrainingStage
@@ -35,7 +36,9 @@ def find_loss(cfg: RunConfig) -> TokenLoss:
 def with_loss(stage: TrainingStage, cfg: RunConfig, loss: TokenLoss) -> TrainingStage:
     """The stage with another loss; refused where it would not be what the run trains on."""
     if cfg.train.stage not in STAGES:
-        raise _refused(cfg, f"stage: {cfg.train.stage} has a loss of its own", f"stage: {' or '.join(STAGES)}")
+        other = "; loss_type takes preference losses of packages" if cfg.train.stage == "DPO" else ""
+        fix = f"stage: {' or '.join(STAGES)}{other}"
+        raise _refused(cfg, f"stage: {cfg.train.stage} has a loss of its own", fix)
     if cfg.model.num_nextn_predict_layers > 0 and cfg.model.multi_token_pred_lambda > 0:
         raise _refused(cfg, "layers that predict further tokens have a loss of their own", "multi_token_pred_lambda: 0")
     out = copy(stage)
@@ -57,5 +60,19 @@ def install(loss: TokenLoss | None, engine: Engine, cfg: RunConfig) -> None:
             part.output = OwnLossHead(part.output, loss)
 
 
+def failed_in(engine: Engine) -> str:
+    """The name of an own loss that gave nan or inf since this was last asked; empty: none did, or some weight is not
+    finite itself. All ranks call it, after a step that gave such numbers."""
+    parts: list[Any] = list(engine.parts)
+    heads = [part.output for part in parts if isinstance(part.output, OwnLossHead)]
+    found = [head.own.name for head in heads if head.failed()]
+    sound = all(bool(local(p.detach()).isfinite().all()) for part in parts for p in part.parameters())
+    told: list[tuple[list[str], bool]] = engine.world.gather((found, sound))
+    names = [name for mine, _ in told for name in mine]
+    return names[0] if names and all(sound for _, sound in told) else ""
+
+
 def _refused(cfg: RunConfig, why: str, fix: str) -> ConfigError:
-    return ConfigError(f"an own loss cannot be used here: {why}", where=cfg.origin("token_loss"), fix=fix)
+    given = cfg.train.token_loss.startswith(IN_SESSION)
+    where = "loss" if given else f"token_loss: {cfg.origin('token_loss')}"
+    return ConfigError(f"an own loss cannot be used here: {why}", where=where, fix=fix)

@@ -17,7 +17,6 @@ from erniekit.config import RunConfig, load
 from erniekit.devices.islands import parse_islands
 from erniekit.errors import ConfigError, PlanError
 from erniekit.log import say
-from erniekit.loss_table import SCORE_KEYS
 from erniekit.parallel.mesh import USER_WORDS
 from erniekit.planner.cards import rates_of
 from erniekit.planner.cluster import FIX, Cluster, parse
@@ -147,6 +146,8 @@ def _show_job(cfg: RunConfig, job: Job, source: str, place: Site) -> None:
     from erniekit.planner import report
 
     how = f"LoRA rank {job.rank}" if job.rank else "all weights"
+    if job.teacher is not None:
+        how += f", a teacher of {job.teacher.parameters() / 1e9:.2f} billion on every rank"
     say(
         f"job      {job.model.parameters() / 1e9:.2f} billion weights ({source}), {cfg.train.stage}, {how}, "
         f"{counted(job.packs, 'sequence')} of {job.length:,} tokens per step, {job.rows} in a micro-batch"
@@ -158,12 +159,19 @@ def _show_job(cfg: RunConfig, job: Job, source: str, place: Site) -> None:
 
 def _not_counted(cfg: RunConfig) -> Iterator[str]:
     """What a run of this recipe does beyond the job that is planned."""
-    if cfg.distill.teacher_model_name_or_path:
-        yield "not counted: the teacher's weights on every rank, and its forward pass (teacher_model_name_or_path)"
-    if cfg.train.stage == "KTO":
-        yield "not counted: the forward pass of each prompt with another row's answer, and the reference's"
-    if cfg.train.stage in SCORE_KEYS or cfg.distill.teacher_model_name_or_path:
-        yield "such a run takes data parallelism and sharding alone: other layouts below are refused when it starts"
+    from erniekit.recipes import models_beside
+
+    teacher = cfg.distill.teacher_model_name_or_path
+    if teacher and models_beside.teacher_of(cfg) is None:
+        yield f"not counted: the teacher's weights and forward pass on every rank; {teacher} has no config.json here"
+    if cfg.train.stage in ("DPO", "KTO") and cfg.dpo.reference_logps == "cached":
+        yield "not counted: the pass over all rows before the first step (reference_logps: cached)"
+    if cfg.train.stage == "CLS" and not cfg.score.class_labels:
+        yield "not counted: a score head of more than 2 classes, unless the model has one (class_labels names them)"
+    if cfg.train.eval_generate:
+        yield "not counted: answers that evaluations generate (eval_generate)"
+    if models_beside.spread_over_data_alone(cfg):
+        yield "layouts are of data parallelism and sharding alone: this run takes no others"
 
 
 def _show(found: Ranking, own: Candidate | None, prices: list[Any], fewest: int | None, place: Site, top: int) -> None:

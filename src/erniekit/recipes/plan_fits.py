@@ -67,7 +67,8 @@ class Fitting:
         """Of a step of any number of packs."""
         raw, _ = raw_shape(cfg)
         built = (cfg.model.model_config, cfg.model.num_nextn_predict_layers, cfg.vision.freeze_config, four_bytes(cfg))
-        which = f"{json.dumps(raw, sort_keys=True)} {cfg.lora!r} {built!r}"
+        head = (cfg.train.stage, cfg.score.class_labels)
+        which = f"{json.dumps(raw, sort_keys=True)} {cfg.lora!r} {built!r} {head!r}"
         if which not in self._shapes:
             self._shapes[which] = shape_of(cfg)
         job = job_of(cfg, self._shapes[which], packs=0)

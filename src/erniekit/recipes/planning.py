@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from erniekit.checkpoint.model_folder import read_json
 from erniekit.config import RunConfig
 from erniekit.errors import PlanError
 from erniekit.lora.frozen_base import role_of
@@ -19,16 +18,18 @@ from erniekit.lora.settings import LoRASettings
 from erniekit.models import find
 from erniekit.models.config import DecoderConfig
 from erniekit.models.costs import adapters_met_of
-from erniekit.models.released import RELEASED, released
+from erniekit.models.released import RELEASED
 from erniekit.optim.muon import by_muon
 from erniekit.parallel.apply import plain, sharding_of
 from erniekit.parallel.mesh import Layout, fit
 from erniekit.parallel.world import layout_of
 from erniekit.planner.job import Job
 from erniekit.planner.static_bytes import Blocks, Storing
-from erniekit.recipes import trained_weights
+from erniekit.recipes import models_beside, trained_weights
 from erniekit.recipes.adapters import settings_of
 from erniekit.recipes.memory_decisions import seeing_bytes
+from erniekit.recipes.models_beside import known_config
+from erniekit.recipes.score_heads import expected_labels
 from erniekit.weight_kinds import BITS, PLAIN, kinds_of
 
 
@@ -46,17 +47,14 @@ def raw_shape(cfg: RunConfig) -> tuple[dict[str, Any], Path | None]:
     """config.json of the folder the recipe names where it is here, and that folder; else of the released model of that
     name. Nothing is downloaded."""
     name = str(cfg.model.model_name_or_path)
-    folder = Path(name).expanduser()
-    if (folder / "config.json").is_file():
-        return read_json(folder / "config.json"), folder
-    known = released(name)
+    known, folder = known_config(name)
     if known is None:
         raise PlanError(
             f"the shape of {name} is not known",
             where=cfg.origin("model_name_or_path"),
             fix=f"a folder with config.json, or one of: {', '.join(RELEASED)}",
         )
-    return known, None
+    return known, folder
 
 
 def shape_of(cfg: RunConfig) -> ModelShape:
@@ -65,7 +63,8 @@ def shape_of(cfg: RunConfig) -> ModelShape:
     raw = {**raw, **(cfg.model.model_config or {})}
     spec = find(raw, source)
     config = spec.read_config(raw, "hf", False, source)
-    config = replace(config, mtp_layers=cfg.model.num_nextn_predict_layers or 0)
+    labels = expected_labels(cfg, raw, source)
+    config = replace(config, mtp_layers=cfg.model.num_nextn_predict_layers or 0, labels=labels)
     return ModelShape(config, built(cfg, config, spec, settings_of(cfg) if cfg.lora.lora else None), spec, source)
 
 
@@ -97,19 +96,9 @@ def storing_of(cfg: RunConfig, model: Any) -> Storing:
         optimiser_away=cfg.memory.offload_optim or cfg.memory.tensorwise_offload_optimizer,
         shards_away="offload" in cfg.parallel.sharding,
         in_backward=cfg.optim.update_in_backward,
-        reference=live_copy(cfg),
+        reference=models_beside.live_copy(cfg),
         one_moment=frozenset(n for n, p in named if by_muon(n, p.shape)) if muon else frozenset(),
     )
-
-
-def live_copy(cfg: RunConfig) -> bool:
-    """DPO or KTO that trains every weight keeps a second model."""
-    return live_reference(cfg) and not cfg.lora.lora
-
-
-def live_reference(cfg: RunConfig) -> bool:
-    live = cfg.dpo.reference_logps == "live"
-    return live and (cfg.train.stage == "KTO" or (cfg.train.stage == "DPO" and not cfg.dpo.reference_free))
 
 
 def packed_bits(names: Iterable[str], base: str) -> dict[str, float]:
@@ -163,7 +152,9 @@ def job_of(cfg: RunConfig, shape: ModelShape, packs: int, storing: Storing | Non
         adapters_met=adapters_met_of(c, ((n, p.numel()) for n, p in shape.model.named_parameters())),
         head_rows=m.loss_subbatch_seqlen,
         recompute=m.recompute_granularity if m.recompute else "",
-        reference=live_reference(cfg),
+        forwards=models_beside.forwards(cfg),
+        teacher=models_beside.teacher_of(cfg),
+        data_alone=models_beside.spread_over_data_alone(cfg),
         compute=storing.compute,
         offload_optimiser=storing.optimiser_away,
         seeing=seeing_bytes(cfg, c, again=m.recompute and m.recompute_granularity in ("full", "auto")),

@@ -36,6 +36,7 @@ from erniekit.parallel.gradients import local
 from erniekit.recipes.build import build
 from erniekit.recipes.built import Built
 from erniekit.recipes.fp8_training import scales_of
+from erniekit.recipes.weights import Fill
 from erniekit.train.hooks import Hook
 from erniekit.train.step import StepResult
 
@@ -102,13 +103,19 @@ def make_reference(
     if built.lora:
         say("reference the model without its adapters")
         return policy
-    other = build(built.plan, stage)
-    for _, param in other.parameters():
-        param.requires_grad_(False)
+    other = frozen_copy(built, stage)
     if cfg.precision.compute_type == "fp8":  # its products are rounded as the policy's were at first
         scales_of(cfg, other, data.first_batch())
     say("reference a second copy of the model, frozen")
     return Reference(other.engine, sum_over_cp, chunk, own=other)
+
+
+def frozen_copy(built: Built, stage: TrainingStage, fill: Fill | None = None) -> Built:
+    """A second model, spread as the first. fill: as build has it."""
+    other = build(built.plan, stage, fill=fill)
+    for _, param in other.parameters():
+        param.requires_grad_(False)
+    return other
 
 
 class RefreshReference(Hook):

@@ -10,32 +10,41 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from erniekit.checkpoint.model_folder import ModelFolder
+from erniekit.checkpoint.model_folder import ModelFolder, read_json
 from erniekit.config import RunConfig, for_world
 from erniekit.devices import pick
 from erniekit.devices.base import Device
 from erniekit.errors import PlanError
+from erniekit.lora.adapters_off import adapters_off
+from erniekit.models import MODELS, score_head
 from erniekit.parallel.apply import sharding_of
+from erniekit.parallel.memory import give_memory
 from erniekit.parallel.mesh import Layout, World
 from erniekit.parallel.world import check_named_islands
-from erniekit.recipes import expert_layers, planning, stage_of
+from erniekit.recipes import distillation, expert_layers, models_beside, planning, stage_of
 from erniekit.recipes.build import build
 from erniekit.recipes.built import Built
+from erniekit.recipes.dpo import sum_over_cp
+from erniekit.recipes.kto import Baseline
 from erniekit.recipes.model_config import changes_of
 from erniekit.recipes.optimiser import make_optimizer
+from erniekit.recipes.reference import Reference, frozen_copy
 from erniekit.recipes.rehearsed_batches import batch_for, first_seen
 from erniekit.recipes.run_plan import RunPlan, decide
 from erniekit.recipes.schedule import make_schedule
+from erniekit.recipes.score_heads import expected_labels
+from erniekit.recipes.stage import Prepare, TrainingStage
 from erniekit.rehearse.calls import Trace
 from erniekit.rehearse.recorded_group import opened
 from erniekit.train.step import TrainStep
 
-STAGES = ("SFT", "PT", "DPO", "VL-SFT")
+STAGES = ("SFT", "PT", "DPO", "KTO", "RM", "CLS", "VL-SFT")
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,10 @@ def fewest(count: int, layout: Layout) -> int:
 
 def folder_of(rehearsal: Rehearsal) -> ModelFolder:
     path = rehearsal.folder
-    return ModelFolder(path, weights=False, changes=changes_of(rehearsal.config, path))
+    cfg, raw = rehearsal.config, read_json(path / "config.json")
+    labels = expected_labels(cfg, raw, str(path / "config.json"))
+    head = score_head.changes(raw, labels) if labels else {}
+    return ModelFolder(path, weights=False, changes=changes_of(cfg, path) | head)
 
 
 def plan_for(rehearsal: Rehearsal, rank: int, device: Device) -> RunPlan:
@@ -146,8 +158,32 @@ def built_for(rehearsal: Rehearsal, rank: int, device: Device) -> tuple[Built, T
     cfg = plan.config
     built = build(plan, stage_of(cfg), fill=without_values)
     optimizer = make_optimizer(cfg, built)
-    means = cfg.compat.mean_of_micro_batch_means
-    return built, TrainStep(built.engine, optimizer, make_schedule(cfg, 10), cfg.optim.max_grad_norm, means)
+    means, prepare = cfg.compat.mean_of_micro_batch_means, beside(built, stage_of(cfg))
+    schedule = make_schedule(cfg, 10)
+    return built, TrainStep(built.engine, optimizer, schedule, cfg.optim.max_grad_norm, means, prepare=prepare)
+
+
+def beside(built: Built, stage: TrainingStage) -> Prepare | None:
+    """The other models of a run, and what they compute before a step: a live reference, KTO's baseline, a teacher."""
+    cfg = built.plan.config
+    if (config := models_beside.teacher_of(cfg)) is not None:
+        spec = MODELS.get(config.family)
+        with torch.device("meta"):
+            teacher = spec.cast(spec.build(config), built.dtype)
+        give_memory(teacher, built.device.handle)
+        with torch.no_grad():
+            for name, param in teacher.named_parameters():
+                without_values(name, param)
+        distillation.install_model(cfg, built, teacher)
+    if not stage.compares(cfg):
+        return None
+    summed, chunk = sum_over_cp(built.world), cfg.memory.loss_subbatch_seqlen
+    reference = Reference(built.engine, summed, chunk, partial(adapters_off, built.engine.parts))
+    if models_beside.live_copy(cfg):
+        other = frozen_copy(built, stage, without_values)
+        reference = Reference(other.engine, summed, chunk, own=other)
+    reference.kept = cfg.dpo.reference_logps == "cached"
+    return Baseline(reference, Reference(built.engine, summed, chunk)) if cfg.train.stage == "KTO" else reference
 
 
 def without_values(name: str, piece: torch.Tensor) -> None:

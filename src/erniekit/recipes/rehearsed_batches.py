@@ -16,8 +16,11 @@ from erniekit.data.collate import collate
 from erniekit.data.preference import PairSample
 from erniekit.data.preference_collate import collate_pairs
 from erniekit.data.types import IGNORE, IMAGE, TEXT, VIDEO, Batch, Pack, Sample, Vision
+from erniekit.data.unpaired import UnpairedSample
+from erniekit.data.unpaired_collate import collate_unpaired
 from erniekit.models.config import VisionShape
 from erniekit.parallel.mesh import Layout
+from erniekit.recipes.models_beside import live_reference
 from erniekit.recipes.run_plan import RunPlan
 
 MOST_TOKENS = 1024  # of a picture: 896 x 896 pixels where 28 x 28 are a token
@@ -30,10 +33,19 @@ def batch_for(plan: RunPlan, number: int) -> Batch:
     length = -(-cfg.data.max_seq_len // layout.length_multiple) * layout.length_multiple
     ids = np.arange(length, dtype=np.int32) % (plan.folder.config.vocab_size - 1) + 1
     rows = range(cfg.train.per_device_train_batch_size)
-    if cfg.train.stage == "DPO":
+    known = None if live_reference(cfg) else (-1.0, -1.0)
+    if cfg.train.stage in ("DPO", "RM"):
         shared, half = length // 2, length // 2 + (length - length // 2) // 2
-        sample = PairSample(ids, _trained(ids, shared), shared, half, half, reference=(-1.0, -1.0))
+        labels = _trained(ids, shared) if cfg.train.stage == "DPO" else _at(length, half - 1, length - 1)
+        sample = PairSample(ids, labels, shared, half, half, reference=known)
         return collate_pairs([Pack((sample,), row) for row in rows], pad_to=length)
+    if cfg.train.stage == "KTO":
+        prompt = length // 2
+        own = UnpairedSample(ids, _trained(ids, prompt), prompt, desirable=True)
+        judged = replace(own, mismatched=own.behind(own, length), reference=known)
+        return collate_unpaired([Pack((judged,), row) for row in rows], pad_to=length)
+    if cfg.train.stage == "CLS":
+        return collate([Pack((Sample(ids, _at(length, length - 1)),), row) for row in rows], pad_to=length)
     batch = collate([Pack((Sample(ids, ids),), row) for row in rows], pad_to=length, ahead=plan.mtp_tokens)
     vision = plan.folder.config.vision
     if cfg.train.stage != "VL-SFT" or vision is None:
@@ -54,6 +66,13 @@ def first_seen(cfg: RunConfig, layout: Layout, rank: int) -> int:
 def _trained(ids: np.ndarray, start: int) -> np.ndarray:
     labels = ids.copy()
     labels[:start] = IGNORE
+    return labels
+
+
+def _at(length: int, *places: int) -> np.ndarray:
+    """The first class, at these places."""
+    labels = np.full(length, IGNORE, np.int32)
+    labels[list(places)] = 0
     return labels
 
 

@@ -22,8 +22,10 @@ from erniekit.config.rules.optimiser import FP32_MASTERS
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.devices import pick
 from erniekit.devices.base import Device
-from erniekit.errors import DeviceError
+from erniekit.errors import CheckpointError, DeviceError
 from erniekit.log import say
+from erniekit.lora.adapter_files import is_adapter
+from erniekit.lora.base import trained_on
 from erniekit.lora.frozen_base import check as check_frozen_base
 from erniekit.lora.settings import LoRASettings
 from erniekit.models.costs import weight_bytes
@@ -175,6 +177,13 @@ def packed_as(cfg: RunConfig) -> str:
 
 def open_model(cfg: RunConfig) -> ModelFolder:
     path = resolve_model(cfg.model.model_name_or_path, cfg.model.download_hub)
+    if is_adapter(path) and not (path / "config.json").is_file():
+        raise CheckpointError(
+            f"{path} holds an adapter, where a whole model is needed",
+            where=f"model_name_or_path: {cfg.origin('model_name_or_path')}",
+            fix=f"to train on from it: lora_path={path} model_name_or_path={trained_on(path)} fine_tuning=LoRA; "
+            "or merge it first with erniekit export",
+        )
     changes = changes_of(cfg, path) | head_changes(cfg, path)
     return ModelFolder(path, weights=cfg.model.continue_training, changes=changes)
 

@@ -5,19 +5,22 @@ run_plan.py asks for the changes of config.json, evaluate.py whether model and s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from erniekit.checkpoint.model_folder import ModelFolder, read_json
+from erniekit.checkpoint.model_folder import read_json
 from erniekit.config import RunConfig
 from erniekit.data.classification import classes_in
 from erniekit.data.formats.columns import as_columns
 from erniekit.errors import ConfigError
+from erniekit.lora.score_head import classes_of
 from erniekit.loss_table import SCORE_KEYS
-from erniekit.models.score_head import ARCHITECTURE, labels_in, refuse
+from erniekit.models.score_head import changes, labels_in, refuse
 from erniekit.recipes.dataset_files import dataset_files
 
 REWARD = ("LABEL_0",)  # transformers' name of an only class
+ASSUMED = ("LABEL_0", "LABEL_1")
 
 
 def head_changes(cfg: RunConfig, folder: Path) -> dict[str, Any]:
@@ -28,46 +31,57 @@ def head_changes(cfg: RunConfig, folder: Path) -> dict[str, Any]:
         return {}
     if raw.get("vision_config"):
         raise ConfigError(f"stage {cfg.train.stage} reads text; this model sees", where=where, fix="take a text model")
-    held = labels_in(raw, where)
+    own = labels_in(raw, where)
+    held = _classes_of_adapter(cfg) or own
     wanted = REWARD if cfg.train.stage == "RM" else _classes(cfg, held)
-    if held == wanted:
-        return {}
-    if held:
+    if held and held != wanted:
+        whose = "model" if held is own else "adapter"
         raise ConfigError(
-            f"the model's score head has {len(held)} classes ({', '.join(held[:4])}), this run {len(wanted)} "
+            f"the {whose}'s score head has {len(held)} classes ({', '.join(held[:4])}), this run {len(wanted)} "
             f"({', '.join(wanted[:4])})",
-            where=where,
-            fix="class_labels with the model's classes in their order, or start from a language model",
+            where=where if held is own else cfg.lora.lora_path[0],
+            fix="class_labels with those classes in their order, or start from a language model",
         )
-    kind = next((k for k in raw.get("architectures") or [] if isinstance(k, str)), "ForCausalLM")
-    return {
-        "architectures": [kind.replace("ForCausalLM", ARCHITECTURE) if "ForCausalLM" in kind else ARCHITECTURE],
-        "id2label": {str(i): name for i, name in enumerate(wanted)},
-    }
+    return {} if own == wanted else changes(raw, wanted)
+
+
+def expected_labels(cfg: RunConfig, raw: dict[str, Any], where: str) -> tuple[str, ...]:
+    """For a plan, which reads no rows: the classes that are named somewhere, else two."""
+    held = labels_in(raw, where)
+    if cfg.train.stage not in SCORE_KEYS:
+        refuse(held, f"stage {cfg.train.stage}", where)
+        return ()
+    return REWARD if cfg.train.stage == "RM" else cfg.score.class_labels or held or ASSUMED
+
+
+def _classes_of_adapter(cfg: RunConfig) -> tuple[str, ...]:
+    """Of an adapter that the run starts from."""
+    return classes_of(Path(cfg.lora.lora_path[0]).expanduser()) if cfg.lora.lora and cfg.lora.lora_path else ()
 
 
 def _classes(cfg: RunConfig, held: tuple[str, ...]) -> tuple[str, ...]:
-    if cfg.score.class_labels:
-        named = cfg.score.class_labels
-    else:
-        columns = as_columns(cfg.data.columns, cfg.origin("columns"))
-        named = classes_in([file.path for file in dataset_files(cfg, "train")[0]], columns)
-        named = held if held and set(named) <= set(held) else named
+    named = cfg.score.class_labels or read_classes(cfg, [file.path for file in dataset_files(cfg, "train")[0]])
+    if not cfg.given("class_labels") and held and set(named) <= set(held):
+        named = held
     if len(set(named)) < 2 or len(set(named)) < len(named):
         told = ", ".join(named[:8]) or "none"
         raise ConfigError(
             f"classification needs two classes or more, each once; found: {told}",
-            where="class_labels" if cfg.score.class_labels else "train_dataset_path",
+            where="class_labels" if cfg.given("class_labels") else "train_dataset_path",
             fix="rows of stage CLS have `text` and `label`; class_labels: a,b,c names the classes",
         )
     return tuple(named)
 
 
-def check_head(cfg: RunConfig, folder: ModelFolder) -> None:
-    """Of `erniekit eval`: a model and a stage that do not belong together."""
-    scores, stage = bool(folder.config.labels), cfg.train.stage
-    if scores == (stage in SCORE_KEYS) and (stage != "RM" or len(folder.config.labels) == 1):
+def read_classes(cfg: RunConfig, files: Sequence[Path | str]) -> tuple[str, ...]:
+    return classes_in(files, as_columns(cfg.data.columns, cfg.origin("columns")))
+
+
+def check_head(cfg: RunConfig, labels: Sequence[str], model: str) -> None:
+    """Of `erniekit eval`: a model and a stage that do not belong together. model: for people."""
+    scores, stage = bool(labels), cfg.train.stage
+    if scores == (stage in SCORE_KEYS) and (stage != "RM" or len(labels) == 1):
         return
     what = "has a score head" if scores else "has no score head"
     right = "stage: CLS, or RM for a reward model" if scores else "stage: SFT, or a model that RM or CLS trained"
-    raise ConfigError(f"this model {what}; stage is {stage}", where=str(folder.path), fix=right)
+    raise ConfigError(f"this model {what}; stage is {stage}", where=model, fix=right)

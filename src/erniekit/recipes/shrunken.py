@@ -39,6 +39,8 @@ SMALL_SEEING: dict[str, Any] = dict(
     moe_num_experts=[8, 8], moe_intermediate_size=[32, 16], moe_k=3, moe_layer_end_index=[LAYERS - 1] * 2,
     vision_config=dict(depth=2, hidden_size=32, num_heads=2, mlp_ratio=2, patch_size=14),
 )  # fmt: skip
+# Of stages for whose rows nothing of the demo can stand in.
+ROWS = {"DPO": "preference pairs", "RM": "preference pairs", "KTO": "judged answers", "CLS": "texts and their classes"}
 SMALL_EXPERTS = dict(moe_num_experts=8, moe_k=3, moe_intermediate_size=32)
 
 
@@ -171,6 +173,8 @@ def train_shrunken(cfg: RunConfig, words: list[str], most: int) -> int:
             keys |= small_pictures()
         if cfg.train.stage != "PT" or own is None:
             keys["model_name_or_path"] = folder / "model"
+        if cfg.distill.teacher_model_name_or_path:  # its own shape does not matter to what is tried here
+            keys["teacher_model_name_or_path"] = folder / "model"
         typed = [*words, *(f"{name}={value}" for name, value in keys.items())]
         typed += [f"nproc_per_node={ranks}", f"log_dir={folder / 'log'}"]
         say(f"rehearse shrunken: {ranks} real ranks train {STEPS} steps")
@@ -188,9 +192,10 @@ def _data(cfg: RunConfig, folder: Path) -> dict[str, str]:
         files = cfg[key] or ()
         if all(_is_here(file) for file in files):
             continue
-        if cfg.train.stage == "DPO":
+        if cfg.train.stage in ROWS:
             missing = next(file for file in files if not _is_here(file))
-            raise ConfigError(f"no file {missing}", where=cfg.origin(key), fix=f"{key}=FILE with preference pairs")
+            fix = f"{key}=FILE with {ROWS[cfg.train.stage]}"
+            raise ConfigError(f"no file {missing}", where=cfg.origin(key), fix=fix)
         stand_in = shapes.write_pictures(folder, key, shapes.scenes(PICTURES, seed=0)) if seen else TRAIN
         keys[key] = ",".join([str(stand_in)] * len(files))
         kind = key.replace("path", "type")

@@ -30,6 +30,7 @@ from erniekit.recipes.memory_decisions import (
     seeing_bytes,
     trained_share,
 )
+from erniekit.recipes.models_beside import bytes_beside
 
 USUAL_MFU = 0.4
 LAUNCHES = 2.3e-3  # seconds that the host needs for a compiled dense layer of a step, forward and backward
@@ -175,7 +176,7 @@ def _recompute(cfg: RunConfig, device: Device, world: World, model: DecoderConfi
     count = layers_to_recompute(
         model,
         tokens,
-        limit,
+        limit - bytes_beside(cfg, model),
         trained_share(cfg, model),
         cfg.memory.loss_subbatch_seqlen,
         *kept_bytes(cfg, model),

@@ -10,6 +10,7 @@ import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -19,11 +20,11 @@ from erniekit.checkpoint.manager import CheckpointManager
 from erniekit.checkpoint.probe import Probe
 from erniekit.config import RunConfig
 from erniekit.config.metrics import PREFIX
-from erniekit.data.formats import FORMATS
+from erniekit.data.formats import FORMATS, PREFERENCE_FORMATS
 from erniekit.devices import pick
 from erniekit.errors import Preempted
 from erniekit.log import typed, without_secrets
-from erniekit.loss_table import TOKEN_LOSSES
+from erniekit.loss_table import PAIR_LOSSES, TOKEN_LOSSES
 from erniekit.models import MODELS
 from erniekit.models.costs import adapters_met_of
 from erniekit.optim.adamw import AdamW
@@ -37,6 +38,7 @@ from erniekit.recipes.generation_eval import GenerationEval
 from erniekit.recipes.kernel_table import kernel_table
 from erniekit.recipes.optimiser import backward_updates, make_optimizer
 from erniekit.recipes.output_folder import take_output
+from erniekit.recipes.own_loss import failed_in
 from erniekit.recipes.reference import Reference
 from erniekit.recipes.repeat import write_recipe
 from erniekit.recipes.run_plan import open_tokenizer, plan_run
@@ -94,7 +96,7 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
     if cfg.train.doctor == "on":
         doctor.check_vocabulary(folder, tokenizer)
     run_summary.show_plan(plan)
-    for table in (MODELS, FORMATS, TOKEN_LOSSES, TRACKERS):
+    for table in (MODELS, FORMATS, PREFERENCE_FORMATS, TOKEN_LOSSES, PAIR_LOSSES, TRACKERS):
         table.installed()  # says which entry points of installed packages are refused
     record = RunRecord(output, command=list(command), version=run_summary.version())
     take_output(cfg)
@@ -146,7 +148,7 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
             max_steps=data.max_steps,
             packs_per_step=data.packs_per_step,
             hooks=hooks,
-            guard=FiniteGuard(cfg.train.max_bad_steps),
+            guard=FiniteGuard(cfg.train.max_bad_steps, partial(failed_in, built.engine) if stage.own_loss else None),
             signals=signals,
             roll_back=lambda s: resume.roll_back(saver, s, disks),
         )

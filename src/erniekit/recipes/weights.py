@@ -5,7 +5,7 @@ Used by recipes/build.py to start and to resume; files are read in slices, rando
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -60,9 +60,11 @@ def from_nothing(sharding: Sharding, rank: int, seed: int, std: float) -> Fill:
     return fill
 
 
-def base_and_adapters(base: Fill, adapters: Fill | None) -> Fill:
+def base_and_adapters(base: Fill, adapters: Fill, held: Collection[str]) -> Fill:
+    """held: names whose values `adapters` has; a score head is among them where an earlier run trained it."""
+
     def fill(name: str, piece: torch.Tensor) -> None:
-        (adapters if adapters is not None and is_lora(name) else base)(name, piece)
+        (adapters if name in held else base)(name, piece)
 
     return fill
 
@@ -91,7 +93,9 @@ def whole_adapters(
         load_adapter(model, adapter)
     elif weight_of is not None:
         start_from_weights(model, weight_of, seed, iterations)
-    values = {name: tensor.detach() for name, tensor in lora_state(model).items()}  # keeps the memory that meta leaves
+    values = {name: t.detach() for name, t in lora_state(model).items() if is_lora(name)}  # keeps the memory
+    if adapter is not None and adapter.head is not None:
+        values[WEIGHT] = adapter.head
     for _, module in lora_linears(model):
         module.lora.to("meta")
     return values

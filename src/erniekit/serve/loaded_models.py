@@ -52,7 +52,7 @@ def find_models(cfg: RunConfig) -> list[ModelEntry]:
     """What the keys ask for; the first is the default. An adapter brings its base with it."""
     folder, below = choose_folder(cfg)
     first = find_model(folder, below, cfg.model.download_hub, cfg.lora.override_base)
-    refuse_score_head(first.weights.config.labels, "chat", str(first.weights.path))
+    refuse_score_head(first.weights.config.labels, cfg.command, first.describe())
     base = Found(first.weights)
     named = cfg.serve.served_model_name
     out = [ModelEntry(named or _name(first.adapter or first.weights.path), first)]
@@ -76,6 +76,7 @@ def _adapter_at(path: str, base: Path, override_base: bool, where: str) -> Found
     found = find_model(path, base, override_base=override_base)
     if found.adapter is None:
         raise ConfigError(f"{path} holds no adapter", where=where, fix="give the folder with adapter_config.json")
+    refuse_score_head(found.weights.config.labels, "server", found.describe())
     return found
 
 

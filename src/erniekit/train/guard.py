@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -88,8 +89,9 @@ class NotFinite(ErnieKitError):
 class FiniteGuard:
     """Counts steps that were skipped; decides when a run goes back, and when it ends."""
 
-    def __init__(self, max_bad_steps: int = 5) -> None:
-        self.max_bad_steps = max_bad_steps
+    def __init__(self, max_bad_steps: int = 5, own_loss: Callable[[], str] | None = None) -> None:
+        """own_loss: the name of a loss function of the user's that gave such numbers; empty where it did not."""
+        self.max_bad_steps, self._own_loss = max_bad_steps, own_loss
         self.bad_packs: deque[tuple[int, tuple[int, ...]]] = deque(maxlen=32)  # (step, packs) of skipped steps
 
     def after(self, result: StepResult, state: TrainState, packs: tuple[int, ...]) -> bool:
@@ -101,23 +103,37 @@ class FiniteGuard:
         state.bad_in_a_row += 1
         self.bad_packs.append((result.step, packs))
         skipped = "update skipped" + (" where gradients are not numbers" if result.partly else "")
+        own = self._own_loss() if self._own_loss is not None else ""
+        blamed = f", which the loss function {own} gave" if own else ""
         warn(
-            f"step {result.step}: loss {result.loss}, gradient norm {result.grad_norm}: {skipped} "
+            f"step {result.step}: loss {result.loss}, gradient norm {result.grad_norm}{blamed}: {skipped} "
             f"({state.bad_in_a_row} in a row, packs {_span(packs)})"
         )
         if state.bad_in_a_row < self.max_bad_steps:
             return False
+        if own:  # earlier weights would not change what it computes
+            raise self._own_report(own, state)
         if state.rollbacks:
             raise self.report(state)
         return True
 
     def report(self, state: TrainState) -> NotFinite:
-        where = "; ".join(f"step {step}: packs {_span(packs)}" for step, packs in self.bad_packs)
         return NotFinite(
             f"{state.bad_in_a_row} steps in a row gave a loss that is not a number, also after going back once",
-            where=where,
+            where=self._places(),
             fix="lower learning_rate, look at these rows of the data, or train in fp32 (compute_type: fp32)",
         )
+
+    def _own_report(self, own: str, state: TrainState) -> NotFinite:
+        return NotFinite(
+            f"the loss function {own} gave losses or gradients that are not finite, from finite numbers, "
+            f"{state.bad_in_a_row} steps in a row",
+            where=self._places(),
+            fix="bound what it takes the logarithm or root of, or divides by: clamp(min=1e-6)",
+        )
+
+    def _places(self) -> str:
+        return "; ".join(f"step {step}: packs {_span(packs)}" for step, packs in self.bad_packs)
 
 
 def _span(packs: tuple[int, ...]) -> str:

@@ -12,9 +12,10 @@ import pytest
 import erniekit
 from erniekit import registry
 from erniekit.cli.main import main
+from erniekit.config import load
 from erniekit.data.formats import FORMATS
 from erniekit.devices import pick
-from erniekit.errors import ConfigError, DeviceError
+from erniekit.errors import ConfigError, DataError, DeviceError
 from erniekit.loss_table import TOKEN_LOSSES
 from erniekit.models import MODELS
 from erniekit.track import TRACKERS
@@ -24,7 +25,10 @@ from .conftest import KEYS
 MOON = '''
 from dataclasses import replace
 
+import torch.nn.functional as F
+
 import erniekit
+from erniekit.data.preference import Preference
 from erniekit.data.types import ChatMessage, Conversation
 from erniekit.models import llama
 from erniekit.models.layers.decoder import Decoder
@@ -54,6 +58,20 @@ def conversations(row, compat):
 
 def half(logprobs):
     return -logprobs / 2
+
+
+def preference(row, compat):
+    sides = (("user", row["q"]), ("assistant", row["good"]), ("assistant", row["bad"]))
+    return Preference(*((ChatMessage(*said),) for said in sides))
+
+
+def log_sigmoid(chosen_logps, rejected_logps, reference_chosen_logps, reference_rejected_logps, beta):
+    margin = chosen_logps - reference_chosen_logps - rejected_logps + reference_rejected_logps
+    return F.softplus(-beta * margin)
+
+
+def apart(chosen_logps, rejected_logps):
+    return rejected_logps - chosen_logps
 
 
 class File(erniekit.Tracker):
@@ -217,3 +235,49 @@ def test_a_package_that_exits_when_it_is_imported_ends_nothing(site: Path) -> No
     with pytest.raises(ConfigError, match=r"exit-kit 1\.0 does not load: SystemExit"):
         TOKEN_LOSSES.get("leaves")
     assert [p.name for p in erniekit.plugins() if "exit-kit 1.0 does not load" in p.problem] == ["leaves"]
+
+
+def test_a_package_brings_a_preference_loss_and_rows_of_pairs(site: Path, base: Path, tmp_path: Path) -> None:
+    install(
+        site,
+        "moon-kit",
+        {
+            "preference_formats": "moonpairs = moon:preference",
+            "preference_losses": "ours = moon:log_sigmoid\napart = moon:apart",
+        },
+        moon=MOON,
+    )
+    rows = tmp_path / "pairs.jsonl"
+    told = [{"q": f"What is {k}?", "good": f"Number {k}.", "bad": "No."} for k in range(6)]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in told))
+    keys = dict(
+        **KEYS, model_name_or_path=base, train_dataset_path=rows, train_dataset_type="moonpairs", stage="DPO",
+        max_steps=2, beta=0.3,
+    )  # fmt: skip
+    own = erniekit.train(**keys, loss_type="ours", output_dir=tmp_path / "own")
+    built_in = erniekit.train(**keys, loss_type="sigmoid", output_dir=tmp_path / "built-in")
+    assert own.metrics["loss"] == pytest.approx(built_in.metrics["loss"], abs=1e-6)
+    assert own.metrics["ours_loss"] == pytest.approx(own.metrics["loss"])
+    cfg = load([f"{key}={value}" for key, value in {**keys, "loss_type": "apart"}.items()], "train")
+    assert cfg.dpo.reference_free, "it takes none of the reference's numbers"
+    assert {p.name for p in erniekit.plugins() if not p.problem} == {"moonpairs", "ours", "apart"}
+
+
+@pytest.mark.full
+def test_what_is_no_preference_loss_and_a_reader_that_fails_are_named(site: Path, base: Path, tmp_path: Path) -> None:
+    lines = "half = moon:half\nmean = moon:mean"
+    mean = "\n\ndef mean(chosen_logps, rejected_logps):\n    return chosen_logps.mean()\n"
+    entries = {"preference_losses": lines, "preference_formats": "moonpairs = moon:preference"}
+    install(site, "moon-kit", entries, moon=MOON + mean)
+    rows = tmp_path / "pairs.jsonl"
+    rows.write_text('{"q": "a", "good": "b", "bad": "c"}\n' * 3 + '{"q": "a"}\n')
+    keys = dict(
+        **KEYS, model_name_or_path=base, train_dataset_path=rows, train_dataset_type="moonpairs", stage="DPO",
+        max_steps=1,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"moon-kit 1\.0 has the parameter 'logprobs', which is not given to it"):
+        erniekit.train(**keys, loss_type="half", output_dir=tmp_path / "a")
+    with pytest.raises(DataError, match=r"moonpairs of moon-kit 1\.0: KeyError: 'good'"):
+        erniekit.train(**keys, loss_type="mean", output_dir=tmp_path / "b")
+    with pytest.raises(ConfigError, match=r"the preference loss mean of moon-kit 1\.0 gave the shape \[\]"):
+        erniekit.train(**keys, loss_type="mean", output_dir=tmp_path / "c", max_bad_fraction=0.5)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import erniekit
-from erniekit.errors import CheckpointError, ConfigError, DataError
+from erniekit.errors import CheckpointError, ConfigError, DataError, ErnieKitError
 
 from .conftest import KEYS, ROWS
 
@@ -159,6 +159,10 @@ def test_a_loss_or_a_callback_that_cannot_be_one_is_refused_before_anything_is_w
         erniekit.train(**keys, train_dataset_path="rows.jsonl")
     with pytest.raises(ConfigError, match="is no recipe"):
         erniekit.train("recipe.txt", **keys)
+    with pytest.raises(ConfigError, match="the first argument is a list, where a recipe belongs"):
+        erniekit.train(ROWS, **keys)
+    with pytest.raises(ConfigError, match="a NoneType names no model"):
+        erniekit.load(None)
     with pytest.raises(CheckpointError, match="nowhere"):
         erniekit.train(**{**keys, "model_name_or_path": "nowhere"})
     assert not (tmp_path / "run").exists()
@@ -184,7 +188,7 @@ class Parts(dict):
         (Parts(train=ROWS), r"data=parts\['train'\]"),
         (7, "int, which holds no rows"),
         ([{"a": object()}], "data: row 1"),
-        ([{"a": float("nan")}], "cannot be written as JSON"),
+        ([{"a": [float("nan")]}], "cannot be written as JSON"),
         ([{"a": "\ud800"}], "lone surrogate"),
         ([{1, 2}], "set, not a dict"),
     ],
@@ -207,3 +211,50 @@ def test_frames_and_numbers_of_numpy_are_rows(tmp_path) -> None:
     assert frame.sha256 == plain.sha256
 
     assert json.loads(GivenRows([{"x": np.arange(3)}], "data").write(tmp_path).read_text()) == {"x": [0, 1, 2]}
+
+
+def not_a_number(logprobs: torch.Tensor) -> torch.Tensor:
+    return (logprobs - logprobs.detach()).sqrt() - logprobs  # finite itself, its gradient is not
+
+
+def no_number(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, labels, reduction="none") + (-logits.abs().sum(1) - 1).log()
+
+
+@pytest.mark.parametrize("loss", [pytest.param(not_a_number, marks=pytest.mark.full), no_number])
+def test_a_loss_function_that_gives_nan_is_named_with_its_steps_and_not_the_weights(
+    loss: Any, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = dict(model_name_or_path=base, data=ROWS, output_dir=tmp_path / "run", max_steps=4, max_bad_steps=2, **KEYS)
+    with pytest.raises(ErnieKitError, match=rf"the loss function .*\.{loss.__name__} gave losses or gradients") as told:
+        erniekit.train(**keys, loss=loss)
+    assert "2 steps in a row" in told.value.what
+    assert "step 1: packs" in told.value.where
+    assert "clamp(min=1e-6)" in told.value.fix
+    assert f"{loss.__name__} gave: update skipped" in capsys.readouterr().err
+    if loss is not_a_number:
+        with pytest.raises(
+            ErnieKitError, match=r"a gradient is not finite: the loss function .*\.not_a_number gave it"
+        ):
+            erniekit.train(**{**keys, "doctor": "on", "output_dir": tmp_path / "other"}, loss=loss)
+
+
+def test_empty_cells_of_a_frame_are_missing_fields_and_classes_are_those_of_the_given_rows(
+    base: Path, tmp_path: Path
+) -> None:
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame({"text": ["a", "b", None, "d"], "label": ["y", "x", "y", float("nan")]})
+    keys = dict(model_name_or_path=base, data=table, stage="CLS", max_steps=1, **KEYS)
+    with pytest.raises(DataError, match="2 of 4 rows"):
+        erniekit.train(**keys, output_dir=tmp_path / "few")
+    run = erniekit.train(**keys, output_dir=tmp_path / "run", max_bad_fraction=0.5)
+    assert run.model.config.labels == ("x", "y")
+
+
+@pytest.mark.full
+def test_a_models_own_classes_are_kept_where_given_rows_have_no_others(base: Path, tmp_path: Path) -> None:
+    keys = dict(stage="CLS", max_steps=1, **KEYS)
+    rows = [{"text": "a", "label": "y"}, {"text": "b", "label": "x"}]
+    run = erniekit.train(model_name_or_path=base, data=rows, output_dir=tmp_path / "run", **keys)
+    more = erniekit.train(model_name_or_path=run.output_dir, data=rows[:1], output_dir=tmp_path / "more", **keys)
+    assert more.model.config.labels == ("x", "y")

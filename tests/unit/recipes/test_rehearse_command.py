@@ -113,3 +113,41 @@ def test_a_small_shape_keeps_what_tells_models_apart():
     assert small["head_dim"] * small["num_attention_heads"] == 2 * small["hidden_size"]
     assert (small["moe_layer_start_index"], small["moe_num_shared_experts"]) == (3, 1)
     assert small["tie_word_embeddings"]
+
+
+BESIDE = {
+    "KTO": ["stage=KTO", "fine_tuning=Full"],
+    "KTO of adapters": ["stage=KTO"],
+    "KTO with kept log-probabilities": ["stage=KTO", "reference_logps=cached"],
+    "DPO": ["stage=DPO", "fine_tuning=Full"],
+    "RM": ["stage=RM"],
+    "RM of adapters": ["stage=RM", "fine_tuning=LoRA"],
+    "CLS": ["stage=CLS", "class_labels=a,b,c"],
+    "distillation": ["fine_tuning=Full"],
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", BESIDE)
+def test_stages_with_other_models_or_heads_are_rehearsed_with_them(name, words, tmp_path, capsys):
+    spread = ["tensor_parallel_degree=1", "sharding=stage3", "sharding_parallel_degree=2", "moe_group=dummy"]
+    more = [*BESIDE[name], *spread]
+    if name == "distillation":
+        more.append(f"teacher_model_name_or_path={tmp_path}")
+    assert main([*words, *more, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["findings"] == []
+    if name == "KTO":
+        assert main([*words, "fine_tuning=Full", *spread, "--json"]) == 0
+        plain = json.loads(capsys.readouterr().out)
+        assert told["collectives"] > plain["collectives"], "passes before the step gather sharded weights as well"
+
+
+@pytest.mark.full
+def test_a_teachers_weights_are_in_the_memory_of_a_rank_that_is_run_for_real(words, tmp_path, capsys):
+    alone = [*words, "fine_tuning=Full", "tensor_parallel_degree=1", "--rank", "0", "--json"]
+    planned = []
+    for more in ([], [f"teacher_model_name_or_path={tmp_path}"]):
+        assert main([*alone, *more]) == 0
+        planned.append(json.loads(capsys.readouterr().out)["planned_bytes"])
+    assert planned[1] > planned[0]

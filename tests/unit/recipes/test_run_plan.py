@@ -11,7 +11,7 @@ import torch
 from erniekit.config import load
 from erniekit.demo.tiny import make_tiny_model
 from erniekit.devices import cpu
-from erniekit.errors import ConfigError
+from erniekit.errors import CheckpointError, ConfigError
 from erniekit.lora.settings import LoRASettings
 from erniekit.recipes import run_plan, stage_of
 from erniekit.recipes.build import build
@@ -125,3 +125,10 @@ def test_only_the_plan_and_those_it_asks_derive_values_of_a_config() -> None:
     makers = {"run_plan.py", "speed_decisions.py"}
     found = {file.name for file in Path(run_plan.__file__).parent.glob("*.py") if ".derive(" in file.read_text()}
     assert found == makers
+
+
+def test_an_adapter_in_the_place_of_a_model_is_named_with_how_to_go_on_from_it(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "base-model", "r": 8}')
+    with pytest.raises(CheckpointError, match="holds an adapter, where a whole model is needed") as told:
+        run_plan.open_model(load([f"model_name_or_path={tmp_path}"]))
+    assert f"lora_path={tmp_path} model_name_or_path=base-model fine_tuning=LoRA" in told.value.fix

@@ -18,7 +18,7 @@ def mixtures_change_at_steps(run: View) -> Iterator[Note]:
         return
     where = run.origin("mix_schedule")
     _refuse_elsewhere(run, "mix_schedule")
-    stages, files = stages_of(words, where), len(run["train_dataset_path"])
+    stages, files = stages_of(words, f"mix_schedule: {where}"), len(run["train_dataset_path"])
     odd = next((stage for stage in stages if len(stage[1]) != files), None)
     if odd is not None:
         raise ConfigError(

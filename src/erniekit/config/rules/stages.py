@@ -9,7 +9,7 @@ from erniekit.config.note import Note
 from erniekit.config.view import View
 from erniekit.errors import ConfigError
 from erniekit.lora_scale import RSLORA_PLUS, default_alpha
-from erniekit.loss_table import OF_KTO, PREFERENCE_KEYS, PREFERENCE_LOSSES, SCORE_KEYS
+from erniekit.loss_table import OF_KTO, PREFERENCE_KEYS, SCORE_KEYS, preference_loss
 
 _MERGE = "erniekit export BASE lora_path=ADAPTER[,ADAPTER] output_dir=DEST"
 
@@ -57,7 +57,7 @@ def loss_type_decides_reference(run: View) -> Iterator[Note]:
     if run["stage"] != "DPO":
         return
     kind = run["loss_type"]
-    loss = PREFERENCE_LOSSES[kind]
+    loss = preference_loss(kind)
     if not loss.needs_reference:
         yield from run.set("reference_free", True, f"loss_type is {kind}")
     if loss.sft_ratio is not None:
@@ -93,19 +93,10 @@ def a_teacher_is_of_sft(run: View) -> Iterator[Note]:
 
 
 def score_heads_train_every_weight(run: View) -> Iterator[Note]:
-    """Stages RM and CLS train every weight: adapters hold no head."""
-    stage = run["stage"]
-    if stage not in SCORE_KEYS:
-        return
-    where = f"stage: {run.origin('stage')}"
-    if run.given("fine_tuning") and run["lora"]:
-        raise ConfigError(
-            f"stage {stage} trains all weights in this version: adapters hold no score head",
-            where=f"{run.origin('fine_tuning')} and {where}",
-            fix="fine_tuning: Full",
-        )
-    yield from run.set("fine_tuning", "Full", f"stage {stage} trains all weights", quiet=True)
-    yield from run.set("lora", False, f"stage {stage} trains all weights", quiet=True)
+    """Stages RM and CLS train every weight unless adapters are asked for."""
+    if run["stage"] in SCORE_KEYS and not run.given("fine_tuning") and not run.given("lora"):
+        reason = f"stage {run['stage']} trains all weights"
+        yield from run.set("fine_tuning", "Full", reason, quiet=True)
 
 
 def score_heads_are_spread_over_data(run: View) -> Iterator[Note]:
@@ -118,6 +109,12 @@ def score_heads_are_spread_over_data(run: View) -> Iterator[Note]:
             f"stage {stage} computes in bf16 or fp32; compute_type is {run['compute_type']}",
             where=f"{run.origin('compute_type')} and {where}",
             fix="compute_type: bf16",
+        )
+    if run["lora"] and run["do_train"] and run["save_format"] == "paddle":
+        raise ConfigError(
+            "ERNIEKit's adapter files have no place for a score head",
+            where=f"{run.origin('save_format')} and {where}",
+            fix="save_format: hf, or fine_tuning: Full",
         )
     _spread_over_data_alone(run, f"stage {stage}", where)
     yield from ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from erniekit.config.field import key
-from erniekit.loss_table import PREFERENCE_LOSSES
+from erniekit.loss_table import PAIR_LOSSES, PREFERENCE_LOSSES
 
 
 @dataclass(frozen=True)
@@ -15,6 +15,7 @@ class DpoSection:
         "sigmoid",
         "Preference loss.",
         choices=tuple(PREFERENCE_LOSSES),
+        further=PAIR_LOSSES,
         fixed=True,
     )
     label_smoothing: float = key(0.0, "Assumed share of pairs with swapped preference.", low=0, high=1, fixed=True)

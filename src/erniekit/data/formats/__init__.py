@@ -56,7 +56,7 @@ FORMATS = Registry(
     },
     group="erniekit.formats",
 )
-# For rows with two answers to compare: `preference(row, compat) -> Preference`.
+# For rows with two answers to compare: `preference(row, compat) -> Preference`, with a group of its own.
 PREFERENCE_FORMATS = Registry(
     "dataset type",
     {
@@ -67,6 +67,7 @@ PREFERENCE_FORMATS = Registry(
         "sharegpt": "erniekit.data.formats.sharegpt:preference",
         "prompt_completion": "erniekit.data.formats.prompt_completion:preference",
     },
+    group="erniekit.preference_formats",
 )
 _LOOK_AT = 50  # rows
 _ELSEWHERE = {
@@ -77,12 +78,29 @@ _ELSEWHERE = {
 
 @functools.cache
 def _reader(format: str) -> Callable[[Any, bool], list[Conversation]]:
-    return FORMATS.get(format)
+    return _reads(FORMATS, format)
 
 
 @functools.cache
 def _pair_reader(format: str) -> Callable[[Any, bool], Preference]:
-    return PREFERENCE_FORMATS.get(format)
+    return _reads(PREFERENCE_FORMATS, format)
+
+
+def _reads(table: Registry, format: str) -> Callable[[Any, bool], Any]:
+    """A package's reader is another program: whatever it raises is the problem of a row, which is counted and shown."""
+    reader, package = table.get(format), table.distribution(format)
+    if not package:
+        return reader  # type: ignore[no-any-return]
+
+    def read(row: Any, compat: bool) -> Any:
+        try:
+            return reader(row, compat)
+        except BadRow:
+            raise
+        except Exception as error:
+            raise BadRow("reader_failed", f"{format} of {package}: {type(error).__name__}: {error}"[:300]) from error
+
+    return read
 
 
 def parse(
@@ -106,7 +124,7 @@ def parse_pair(
     """One raw row as the pair of answers it compares. Depends on nothing but its arguments."""
 
     def pair(row: Any) -> Preference:
-        if isinstance(row, dict) and not is_preference(row):
+        if isinstance(row, dict) and not is_preference(row) and not PREFERENCE_FORMATS.distribution(format):
             require(row, *(("response", "sort") if format == "erniekit" else ("chosen", "rejected")))
         if isinstance(row, dict) and not compat:
             refuse_media(row)
