@@ -12,7 +12,7 @@ from typing import Any
 from erniekit.data.tokenizer import BEGIN, Tokenizer
 from erniekit.serve.engines.base import GenerationJob, Grammar, SamplingParams
 from erniekit.serve.engines.vision_input import PromptVision
-from erniekit.serve.message_parsing import message_row, parse_arguments
+from erniekit.serve.message_parsing import check_contents, message_row, parse_arguments
 from erniekit.serve.output_grammar import OutputGrammar, output_grammar
 from erniekit.serve.output_parser import THINK
 from erniekit.serve.prompt_worker import ChatPrompt, Failed, TextPrompts
@@ -173,6 +173,7 @@ class ParsedRequest:
 
 def parse_chat(request: ChatRequest, served: ServedModel, defaults: SamplingDefaults) -> ParsedRequest:
     refuse_unsupported(request)
+    check_contents(request.messages)
     grammar = output_grammar(request)
     thinking = defaults.enable_thinking if request.enable_thinking is None else request.enable_thinking
     more = {} if thinking is None else {"enable_thinking": thinking}
@@ -334,6 +335,13 @@ def _make_job(
         ignore_stop=request.ignore_eos and not stops,
     )
     ends = stops if request.ignore_eos and stops else stops | served.stop_ids
+    if sampling.min_tokens and sampling.allowed and ends.issuperset(sampling.allowed):
+        raise RequestError(
+            400,
+            f"allowed_token_ids holds only tokens that end an answer, and min_tokens is {sampling.min_tokens}: "
+            "allow another token, or send min_tokens 0",
+            param="allowed_token_ids",
+        )
     return GenerationJob(tuple(prompt), served.engine_name, sampling, ends, vocab, salt=request.cache_salt or "")
 
 

@@ -18,7 +18,23 @@ StopString = Annotated[str, Field(max_length=64)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 # fail_fast: pydantic makes an error of each item that does not fit, and a list may have many.
+TEXT_OR_IDS = "a text, a list of token ids, or a list of several of them"
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+
+
+def _text_or_ids(value: Any) -> Any:
+    """Checked first: of a union pydantic names each kind that the value is not, the wrong one first."""
+    if not isinstance(value, str | list):
+        raise ValueError(f"{TEXT_OR_IDS} is needed")
+    if not value and isinstance(value, list):
+        raise ValueError(f"the list is empty; {TEXT_OR_IDS} is needed")
+    if isinstance(value, list) and not isinstance(value[0], int):
+        for k, item in enumerate(value):
+            if not isinstance(item, str | list):
+                raise ValueError(f"item {k} is neither a text nor a list of token ids")
+            if not item and isinstance(item, list):
+                raise ValueError(f"item {k} is an empty list")
+    return value
 
 
 class _Object(BaseModel):
@@ -184,6 +200,7 @@ class EmbeddingRequest(BaseModel):
 
     model: str = Field("default", max_length=256, description="One of /v1/models, or `default`.")
     input: str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, max_length=256, fail_fast=True)]
+    _kind = field_validator("input", mode="before")(_text_or_ids)
     encoding_format: Literal["float", "base64"] = "float"
     pooling: Literal["mean", "last"] = Field("mean", description="Of the last hidden states of an input's tokens.")
     normalize: bool = Field(True, description="To length 1.")
@@ -206,6 +223,8 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
     suffix: str | None = None
+
+    _kind = field_validator("prompt", mode="before")(_text_or_ids)
 
     @field_validator("prompt")
     @classmethod

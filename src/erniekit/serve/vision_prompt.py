@@ -98,7 +98,9 @@ def check_parts(messages: Sequence[Any], name: str, settings: VisionSettings | N
         for k, part in enumerate(message.content if isinstance(message.content, list) else ()):
             kind, where = KINDS.get(part["type"]), f"messages[{i}].content[{k}]"
             if kind is None:
-                if part["type"] != "text" or part.get("text") is None:
+                if part["type"] == "text" and part.get("text") is None:
+                    raise RequestError(400, f"{where}.text is missing", param=f"{where}.text")
+                if part["type"] != "text":
                     takes = "text" if settings is None else "text, image_url and video_url"
                     raise RequestError(
                         400, f"a message part of type {part['type']!r} is not supported: this model takes {takes}",

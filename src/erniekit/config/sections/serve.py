@@ -71,7 +71,7 @@ class ServeSection:
     block_size: int = key(64, "Tokens per KV-cache block.", low=1)
     kv_cache_ratio: float = key(0.75, "Share of the cache for prompts (fastdeploy).", low=0, high=1)
     enable_prompt_tokens_details: bool = key(
-        False, "Report cached prompt tokens in usage; this reveals what others have asked."
+        True, "Report in usage how many prompt tokens the prefix cache had. Requests with a cache_salt share nothing."
     )
     decoding: str = key(
         "auto",
