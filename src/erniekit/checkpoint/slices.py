@@ -90,7 +90,7 @@ class TensorFiles:
             self._headers[file] = check_safetensors(file)
         if name not in self._headers[file].tensors:
             raise CheckpointError(
-                f"{file.name} does not hold {name!r}, though the index says so",
+                f"{file.name} does not hold {name!r}, although the index lists it",
                 where=str(file.parent),
                 fix="the files are of different downloads; fetch them again",
             )
@@ -134,7 +134,7 @@ class PiecedFiles(TensorFiles):
                 name, start, whole = key.split("|")
                 begins, shape = (tuple(int(n) for n in text.split(",") if n) for text in (start, whole))
             except ValueError:
-                raise CheckpointError(f"{key!r} is no block of a tensor", where=str(file)) from None
+                raise CheckpointError(f"{key!r} is not a block of a tensor", where=str(file)) from None
             if self._shapes.setdefault(name, shape) != shape or not len(begins) == len(stored.shape(key)) == len(shape):
                 raise CheckpointError(f"the blocks of {name} do not fit each other", where=str(file))
             self._pieces.setdefault(name, []).append((key, begins))

@@ -29,7 +29,7 @@ def parse_islands(words: Sequence[str], where: str = "islands") -> tuple[DeviceI
 def _island(word: str, where: str) -> DeviceIsland:
     found = re.fullmatch(r"(\w+):(\d+)(?::(\d+(?:\.\d+)?))?(?::(\d+(?:\.\d+)?)G)?", word)
     if found is None or not int(found[2]) or (found[3] and not float(found[3])) or (found[4] and not float(found[4])):
-        raise ConfigError(f"{word!r} is no island", where=where, fix=FIX)
+        raise ConfigError(f"{word!r} is not an island", where=where, fix=FIX)
     device, ranks, speed, memory = found.groups()
     if device not in DEVICES and device not in INSTALLED:
         near = nearest(device, list(DEVICES))

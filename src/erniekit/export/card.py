@@ -113,7 +113,7 @@ def _file_name(place: str) -> str:
 def _use(name: str, gguf: str) -> Iterator[str]:
     yield from ("", "## Use", "")
     if gguf:
-        yield f"`llama-cli -m {name}/model-{gguf.upper()}.gguf`, or `ollama create` with the Modelfile beside it."
+        yield f"`llama-cli -m {name}/model-{gguf.upper()}.gguf`, or `ollama create` with the Modelfile next to it."
         return
     yield from ("```bash", f"erniekit chat {name}", f"erniekit server {name}", "```", "")
     yield from ("```python", "from transformers import AutoModelForCausalLM, AutoTokenizer", "")

@@ -63,7 +63,7 @@ def parse(words: str) -> Cluster:
 def island_of(words: str, where: str = "--cluster") -> Island:
     found = re.fullmatch(r"(?:(\d{1,9})x)?(\d{1,9})x(.+)", words.strip(), re.IGNORECASE)
     if found is None:
-        raise ConfigError(f"{words!r} is no cluster", where=where, fix=FIX)
+        raise ConfigError(f"{words!r} is not a cluster", where=where, fix=FIX)
     machines, devices, kind = int(found[1] or 0), int(found[2]), found[3]
     if not devices or found[1] == "0":
         raise ConfigError(f"{words!r} has no devices", where=where, fix=FIX)
@@ -81,7 +81,7 @@ def card_of(words: str, where: str = "--cluster", before: str = "") -> Card:
     if memory is None:
         name, memory = words.strip(), None
     if not name and (memory is None or "-" in words):
-        raise ConfigError(f"{words!r} is no card", where=where, fix=FIX)
+        raise ConfigError(f"{words!r} is not a card", where=where, fix=FIX)
     if not name:
         assert memory is not None
         known = next(card for most, card in BY_MEMORY if memory <= most)

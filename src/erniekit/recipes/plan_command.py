@@ -51,7 +51,7 @@ def plan_command(args: list[str]) -> int:
     picture = timeline_target(given.get("--timeline"))
     take = _number(given, "--take") or 1
     if "--take" in given and target is None:
-        raise ConfigError("--take says which layout to write, and none is", where="--take", fix="add --write FILE")
+        raise ConfigError("--take needs --write", where="--take", fix="add --write FILE")
     if not as_json:
         say(f"plan     {', '.join(cfg.files) or cfg.model.model_name_or_path} on {cluster.describe()}")
     top = _number(given, "--top") or 0
@@ -163,7 +163,7 @@ def _not_counted(cfg: RunConfig) -> Iterator[str]:
     if cfg.train.stage == "KTO":
         yield "not counted: the forward pass of each prompt with another row's answer, and the reference's"
     if cfg.train.stage in SCORE_KEYS or cfg.distill.teacher_model_name_or_path:
-        yield "such a run takes data parallelism and sharding alone: other layouts below are refused when it starts"
+        yield "such a run takes data parallelism and sharding only: other layouts below are refused when it starts"
 
 
 def _show(found: Ranking, own: Candidate | None, prices: list[Any], fewest: int | None, place: Site, top: int) -> None:
@@ -295,7 +295,7 @@ def _number(given: dict[str, str], option: str) -> int | None:
     if word is None:
         return None
     if not word.isdigit() or not int(word):
-        raise ConfigError(f"{option} {word} is no number above 0", where="erniekit plan", fix=f"{option} 64")
+        raise ConfigError(f"{option} {word} is not a number above 0", where="erniekit plan", fix=f"{option} 64")
     return int(word)
 
 

@@ -110,7 +110,7 @@ class Api:
         return await self._answer(request, body, parse_chat)
 
     async def completions(self, request: Request) -> Response:
-        """How texts go on."""
+        """Continuations of texts."""
         body = await read_json(request, CompletionRequest)
         return await self._answer(request, body, parse_completion)
 

@@ -108,7 +108,7 @@ def refuse_unsupported(request: GenerationRequest) -> None:
             raise RequestError(400, f"{name} is not supported here: {fix}", param=name)
         if name in others and value not in (None, False):
             route = "/v1/completions" if chat else "/v1/chat/completions"
-            raise RequestError(400, f"{name} is a field of {route} alone: leave it out", param=name)
+            raise RequestError(400, f"{name} is a field of {route} only: leave it out", param=name)
 
 
 def ignored_fields(request: GenerationRequest) -> list[str]:
@@ -153,7 +153,7 @@ class ParsedRequest:
             return RequestError(503, failed.message, code="no_media")
         if failed.kind == "no text":
             chat = isinstance(self.request, ChatRequest)
-            words = "the messages are no text that can be put into a prompt" if chat else "the prompt is no text"
+            words = "the messages cannot be rendered as a prompt" if chat else "the prompt is not text"
             return RequestError(400, words, param=self.field)
         if failed.kind == "slow":
             return RequestError(503, "the prompt could not be prepared in time", code="prompt_timeout")

@@ -139,9 +139,9 @@ class GenerationRequest(_Object):
     include_stop_str_in_output: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
-    ignore_eos: bool = Field(False, description="Go on past the model's own end, up to max_tokens.")
+    ignore_eos: bool = Field(False, description="Continue past the model's end token, up to max_tokens.")
     cache_salt: str | None = Field(
-        None, max_length=256, description="Cached prefixes are shared between requests of the same salt alone."
+        None, max_length=256, description="Cached prefixes are shared only between requests of the same salt."
     )
 
 
@@ -165,7 +165,7 @@ class Message(_Object):
     def _text_or_parts(cls, content: Any) -> Any:
         """Said here: of a union pydantic names each kind that it is not, the wrong one first."""
         if isinstance(content, list) and len(content) > MAX_PARTS:
-            raise ValueError(f"{len(content):,} parts are too many; {MAX_PARTS:,} are the most of a message")
+            raise ValueError(f"{len(content):,} parts are too many; a message may have {MAX_PARTS:,}")
         if not isinstance(content, str | list | None):
             raise ValueError("content is text or a list of parts")
         return content
@@ -232,5 +232,5 @@ class CompletionRequest(GenerationRequest):
         count = len(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
         answers = count * info.data.get("n", 1)
         if answers > MAX_COMPLETIONS:
-            raise ValueError(f"{answers} answers are asked for (prompts times n); {MAX_COMPLETIONS} are the most")
+            raise ValueError(f"{answers} answers are asked for (prompts times n); the limit is {MAX_COMPLETIONS}")
         return prompt

@@ -111,7 +111,7 @@ def test_the_launcher_words_of_the_seeds_are_understood(monkeypatch: pytest.Monk
 
 
 def test_a_script_behind_the_device_list_is_not_a_device() -> None:
-    with pytest.raises(ConfigError, match=r"train\.py' is no device"):
+    with pytest.raises(ConfigError, match=r"train\.py' is not a device"):
         choose_devices(load(["--gpus", "0,1", "examples/post-training/sft/train.py"]))
 
 

@@ -181,7 +181,7 @@ def test_a_written_recipe_that_was_edited_since_is_left_alone(
     ("words", "what"),
     [
         ([], "which cluster"),
-        (["--cluster", "8 cards"], "is no cluster"),
+        (["--cluster", "8 cards"], "is not a cluster"),
         (["--cluster", "2xA100", "--packs", "none"], "--packs"),
         (["--cluster", "2xA100", "--calibration", "nowhere.json"], "no file"),
         (["--cluster", "2xA100", "--write", "no/such/folder/x.yaml"], "no folder"),

@@ -225,7 +225,7 @@ def test_a_longest_answer_without_room_is_asked_again_without_that_limit(other, 
 @pytest.mark.parametrize(
     ("body", "what"),
     [
-        (events({"content": "so"}, end=b""), "the server broke off"),
+        (events({"content": "so"}, end=b""), "the server closed the connection"),
         (events({"content": "so"}, end=b'data: {"error": {"message": "it stops"}}\n\n'), "refused: it stops"),
         (b"data: {]\n\n", "no answer"),
     ],

@@ -47,7 +47,9 @@ class ServeSection:
     served_model_name: str | None = key(
         None, "Model name for clients; default: the folder's name. In chat: which of a server's models."
     )
-    lora_modules: tuple[str, ...] = key((), "Adapters to serve beside their base: name=DIR.", commas=True, path="named")
+    lora_modules: tuple[str, ...] = key(
+        (), "Adapters to serve next to their base: name=DIR.", commas=True, path="named"
+    )
     lora_dirs: tuple[str, ...] = key(
         (),
         "Folders below which /v1/load_lora_adapter may read adapters while the server runs; none: it is refused.",
