@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -38,6 +39,11 @@ DTYPES = {
 }  # fmt: skip
 
 
+def _close_all(files: Mapping[Path, IO[bytes]]) -> None:
+    for file in files.values():
+        file.close()
+
+
 class TensorFiles:
     """Tensors by name in safetensors files. Headers are read once, and checked; data only when asked for."""
 
@@ -46,6 +52,7 @@ class TensorFiles:
         self.bytes_read = 0  # of tensor data
         self._headers: dict[Path, SafetensorsHeader] = {}
         self._open: dict[Path, IO[bytes]] = {}
+        weakref.finalize(self, _close_all, self._open)
 
     @classmethod
     def of_stem(cls, folder: Path, stem: str) -> TensorFiles:

@@ -33,6 +33,7 @@ _METHODS = (
     "curriculum", "mix_schedule", "distill_alpha", "distill_temperature", "distill_kl", "beta",
 )  # fmt: skip
 _METRICS = ("train_loss", "eval_loss", "eval_ppl", "best_metric", "global_step", "trained_tokens", "train_runtime")
+_UNITS = {"train_runtime": "train_runtime (seconds)"}
 
 
 def model_card(name: str, base: Path, adapters: Sequence[Path], gguf: str = "") -> str:
@@ -45,7 +46,9 @@ def model_card(name: str, base: Path, adapters: Sequence[Path], gguf: str = "") 
     keys = {row["key"]: row["value"] for row in _list(run, "config") if {"key", "value"} <= set(row)}
     given = str(keys.get("model_name_or_path") or base)
     start = base if adapters else Path(given).expanduser()
-    return "\n".join([*_front(start, given, keys, gguf), "", *_body(name, start, given, adapters, run, keys, gguf), ""])
+    return "\n".join(
+        [*_front(start, given, keys, gguf), "", *_body(name, trained, start, given, adapters, run, keys, gguf), ""]
+    )
 
 
 def _front(start: Path, given: str, keys: Mapping[str, Any], gguf: str) -> Iterator[str]:
@@ -62,8 +65,16 @@ def _front(start: Path, given: str, keys: Mapping[str, Any], gguf: str) -> Itera
     yield "---"
 
 
+def _title(name: str, trained: Path) -> str:
+    """A folder called `export` is named after its run."""
+    trained = trained.expanduser().resolve()
+    run = trained.parent.name if re.fullmatch(r"checkpoint-\d+", trained.name) else trained.name
+    return run if name == "export" and run else name
+
+
 def _body(
     name: str,
+    trained: Path,
     start: Path,
     given: str,
     adapters: Sequence[Path],
@@ -71,7 +82,7 @@ def _body(
     keys: Mapping[str, Any],
     gguf: str,
 ) -> Iterator[str]:
-    yield f"# {plain(name)}"
+    yield f"# {plain(_title(name, trained))}"
     yield ""
     few = {0: "all weights trained", 1: "one LoRA adapter merged"}
     merged = few.get(len(adapters), f"{len(adapters)} adapters merged")
@@ -88,7 +99,8 @@ def _body(
         yield from _table("Keys", "key", {key: keys[key] for key in shown if _says(keys.get(key))})
         numbers = run.get("metrics")
         numbers = numbers if isinstance(numbers, dict) else {}
-        yield from _table("Metrics", "metric", {key: numbers[key] for key in _METRICS if _says(numbers.get(key))})
+        found = {_UNITS.get(key, key): numbers[key] for key in _METRICS if _says(numbers.get(key))}
+        yield from _table("Metrics", "metric", found)
     yield from _use(name, gguf)
 
 

@@ -6,10 +6,9 @@ response_builder.py makes OpenAI's objects of the text.
 
 from __future__ import annotations
 
-import asyncio
 import time
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +19,7 @@ from starlette.responses import Response
 from erniekit.log import warn
 from erniekit.net.connections import CONNECTION
 from erniekit.net.hosts import Hosts
+from erniekit.serve.disconnect import until_disconnect
 from erniekit.serve.embeddings import embedding_page, parse_embedding, pooled
 from erniekit.serve.engines.base import InferenceEngine, ModelRemoved
 from erniekit.serve.engines.vision_input import FeatureCache
@@ -341,23 +341,6 @@ class EventStream(Response):
         finally:
             self.api.engine.cancel(self.running_request.stream)
             self.api._count(self.running_request)
-
-
-async def until_disconnect(receive: Receive, work: Awaitable[Any]) -> Any:
-    """The result of `work`, or None when the client left first; then the work is cancelled."""
-
-    async def gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    doing, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait({doing, watching}, return_when=asyncio.FIRST_COMPLETED)
-        return doing.result() if doing.done() else None
-    finally:
-        for task in (doing, watching):
-            task.cancel()
-        await asyncio.gather(doing, watching, return_exceptions=True)
 
 
 async def _collect(running_request: RunningRequest) -> list[ChoiceDelta]:

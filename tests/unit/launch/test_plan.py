@@ -72,10 +72,10 @@ def test_on_one_machine_a_stray_rank_is_no_matter_and_the_port_is_free_unless_na
 @pytest.mark.parametrize(
     ("words", "env", "what"),
     [
-        ("--nnodes 2", {}, "a place to meet"),
+        ("--nnodes 2", {}, "a rendezvous address"),
         ("--nnodes 2 --rank 2 --master a:1", {}, "no such number"),
         ("--rank 1", {}, "no such number"),
-        ("--nnodes 2 --master a:port", {}, "no port"),
+        ("--nnodes 2 --master a:port", {}, "not a port"),
         ("", {"NNODES": "two"}, "NNODES is 'two'"),
     ],
 )

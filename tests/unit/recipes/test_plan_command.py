@@ -363,7 +363,7 @@ def test_a_run_that_runs_out_of_memory_ends_with_what_was_planned(
     ("words", "said"),
     [
         (["stage=KTO"], "another row's answer"),
-        (["stage=RM", "fine_tuning=Full"], "data parallelism and sharding alone"),
+        (["stage=RM", "fine_tuning=Full"], "data parallelism and sharding only"),
         (["fine_tuning=Full", "teacher_model_name_or_path=a"], "the teacher's weights"),
     ],
 )

@@ -156,7 +156,7 @@ def test_a_server_without_a_list_of_models_is_asked_for_its_default(other):
 @pytest.mark.parametrize("page", [b"<html>hello</html>", b"[]", b'{"data": 3}', b'{"data": [{}]}'])
 def test_what_is_no_openai_server_is_told_from_one(other, page):
     other.models = (200, page)
-    with pytest.raises(NoAnswer, match="no OpenAI-compatible server"):
+    with pytest.raises(NoAnswer, match="not an OpenAI-compatible server"):
         other.client().choose_model()
 
 
