@@ -24,8 +24,8 @@ class DistillSection:
     )
     distill_kl: str = key(
         "forward",
-        "forward: KL(teacher, student), covers all that the teacher says; reverse: KL(student, teacher), keeps to what "
-        "the teacher is sure of.",
+        "forward: KL(teacher, student), covers everything the teacher finds likely; reverse: KL(student, teacher), "
+        "concentrates on what the teacher is sure of.",
         choices=("forward", "reverse"),
         fixed=True,
     )
