@@ -100,7 +100,7 @@ class Found:
             raise CheckpointError(
                 f"{folder} holds a model without a tokenizer",
                 where=str(folder),
-                fix="copy tokenizer.model or tokenizer.json beside its config.json, or name a folder with one: "
+                fix="copy tokenizer.model or tokenizer.json next to its config.json, or name a folder with one: "
                 "tokenizer_name=DIR",
             )
         return load_tokenizer(folder, self.weights.config.vocab_size)

@@ -53,6 +53,6 @@ class LaterError(ConfigError):
 
 
 class Preempted(Exception):
-    """A signal stopped the run; its checkpoint is written. Exit code 75: run the same command to go on."""
+    """A signal stopped the run; its checkpoint is written. Exit code 75: run the same command to resume."""
 
     exit_code = 75

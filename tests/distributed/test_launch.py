@@ -388,6 +388,6 @@ def test_a_machine_that_never_comes_is_an_error_with_the_numbers(tmp_path: Path)
     process = launcher(tmp_path, launch, "say_hello")
     assert process.wait() == 1
     said = "\n".join(process.said())
-    assert "error: the machines did not meet" in said
+    assert "error: the machines could not connect" in said
     assert f"{launch.port}, 2 machines" in said
     assert "Traceback" not in said

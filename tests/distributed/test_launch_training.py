@@ -85,7 +85,7 @@ def test_a_killed_trainer_that_started_anew_goes_on_from_its_own_checkpoints(
     assert process.wait() == 0, process.said()
     assert "restart 1 of 1 in 1 s" in "\n".join(process.said())
     log = (tmp_path / "erniekit_dist_log" / "workerlog.0").read_text()
-    assert "overwrite_output_dir acted when it began, it goes on from checkpoint-" in log
+    assert "overwrite_output_dir took effect when it began; it resumes from checkpoint-" in log
     assert sorted(path.name for path in (tmp_path / "out").glob("*.aside-*")) == [
         "checkpoint-10.aside-1",
         "checkpoint-20.aside-1",

@@ -207,9 +207,9 @@ def test_a_pulled_cable_is_noticed_on_both_sides_and_the_job_goes_on_when_the_ho
     assert told[1].endswith("(10.77.0.2), rank 1"), told
     assert told[3] == "fix:   run the same command there; the others wait 60 s for it (join_timeout_s)"
     said = "\n".join(cut_off.said())
-    assert "error: the other machines are gone: no answer from where all meet, machine 0 of 2" in said
+    assert "error: the other machines are gone: no answer from the rendezvous address, machine 0 of 2" in said
     assert "(10.77.0.1), rank 0" in said
-    assert "fix:   run the same command on every machine; the run goes on from" in said
+    assert "fix:   run the same command on every machine; the run resumes from" in said
     assert "Traceback" not in said
 
     back = join(hosts, 1, tmp_path / "host-1-again", *words, max_restarts=2)

@@ -79,6 +79,6 @@ def test_like_ranks_join_and_gather() -> None:
 def test_a_rank_that_loses_the_store_says_that_another_ended_first() -> None:
     (died, _), (code, said) = start(["cpu", "cpu"], {0: "dies", 1: "reads when the host is gone"})
     assert died == 9
-    assert "rank 1 could not meet the others" in said
+    assert "rank 1 could not connect to the others" in said
     assert "where another rank ended first, its log says why" in said
     assert code == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import subprocess
@@ -25,7 +26,7 @@ CTRL_C, CTRL_D = "\x03", "\x04"
 
 
 class Terminal:
-    def __init__(self, *words: str) -> None:
+    def __init__(self, *words: str, kind: str = "dumb") -> None:
         self._ours, theirs = os.openpty()
         self.process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, "chat", *words],
@@ -33,7 +34,7 @@ class Terminal:
             stdout=theirs,
             stderr=theirs,
             start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "dumb"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": kind},
         )
         os.close(theirs)
         self.shown = ""
@@ -86,6 +87,26 @@ def test_ctrl_c_stops_the_answer_and_the_server_and_the_next_one_leaves(live):
         terminal.press(CTRL_C)
         assert terminal.end() == 0
         assert "Traceback" not in terminal.shown
+    finally:
+        terminal.close()
+
+
+def test_pasted_lines_are_one_message_and_one_too_long_is_refused_once(live, tmp_path):
+    terminal = Terminal(live.url, "max_new_tokens=2", kind="xterm")
+    pasted = "\x1b[200~{}\x1b[201~\n".format
+    try:
+        terminal.wait_for("User: ")
+        terminal.press(pasted("/clear it\n  then\nexit"))
+        terminal.wait_for("length limit]")
+        terminal.press(f"/save {tmp_path}/talk.jsonl\n")
+        terminal.wait_for("messages saved")
+        said = json.loads((tmp_path / "talk.jsonl").read_text())["messages"]
+        assert [message["content"] for message in said][:1] == ["/clear it\n  then\nexit"]
+        terminal.press(pasted("\n".join(f"line {k}" for k in range(300))))
+        terminal.wait_for("fix:   send less text")
+        assert terminal.shown.count("Assistant: ") == 2, "one for each paste"
+        terminal.press(CTRL_D)
+        assert terminal.end() == 0
     finally:
         terminal.close()
 

@@ -171,11 +171,11 @@ def test_a_restart_of_a_run_that_starts_anew_goes_on_from_its_own_checkpoints(
         with pytest.raises(Crash):
             launched("today", run, **anew)
         want = {1: None, 3: None, 5: "checkpoint-2"}[crash]  # nothing of its own yet: the key acts as it did
-        assert (f"it goes on from {want}" in capsys.readouterr().out) == bool(want)
+        assert (f"it resumes from {want}" in capsys.readouterr().out) == bool(want)
     crash_at(-1)
     launched("today", run, **anew)
     assert "resume_from" not in (said := capsys.readouterr().out)
-    assert "overwrite_output_dir acted when it began, it goes on from checkpoint-4" in said
+    assert "overwrite_output_dir took effect when it began; it resumes from checkpoint-4" in said
     mine = [f"checkpoint-{step}" for step in (2, 4, 6)]
     assert checkpoints(run) == sorted([*mine, *(f"{name}.aside-1" for name in mine)]), "set aside once"
     train(run, **anew)  # the command typed again: it starts anew, as it says
@@ -194,7 +194,7 @@ def test_a_restart_of_a_run_from_a_named_checkpoint_goes_on_from_its_newest(
     assert not (run / "checkpoint-2").exists(), "rotation has taken it"
     crash_at(-1)
     launched("today", run, **keys, **named)
-    assert "goes on from checkpoint-6" in capsys.readouterr().out
+    assert "resumes from checkpoint-6" in capsys.readouterr().out
     with pytest.raises(CheckpointError, match="no such checkpoint"):
         train(run, **keys, **named)  # typed anew, the key names what is not there
 

@@ -53,7 +53,7 @@ def test_all_weights_bias_and_further_layers_are_trained_and_everything_is_told(
 ) -> None:
     go(tmp_path / "out", **ALL)
     said = capsys.readouterr().out
-    assert "of them met by a token" in said
+    assert "of them used per token" in said
     assert "packed documents do not see each other" in said
     records = logged(tmp_path / "out")
     told = {"router_aux", "router_z", "router_ortho", "mtp_loss", "moe_load", "moe_dead_experts"}

@@ -86,9 +86,19 @@ def test_vectors_have_length_one_and_do_not_depend_on_form_or_company(client, li
         ({"input": "a", "model": "other"}, 404, "model"),
         ({"input": "a", "pooling": "max"}, 422, "pooling"),
         ({"input": []}, 422, "input"),
+        ({"input": ["a", []]}, 422, "input"),
+        ({"input": [1.5]}, 422, "input"),
+        ({"input": None}, 422, "input"),
         ({}, 422, "input"),
     ],
 )
 def test_what_cannot_be_embedded_is_refused_by_name(live, fields, status, param):
     answer = live.post("/v1/embeddings", fields)
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+
+
+@pytest.mark.parametrize(("route", "name"), [("embeddings", "input"), ("completions", "prompt")])
+def test_an_empty_list_is_called_empty_and_not_a_wrong_kind(live, route, name):
+    said = [live.post(f"/v1/{route}", {name: given}).json()["error"]["message"] for given in ([], ["a", []], {"a": 1})]
+    kinds = "a text, a list of token ids, or a list of several of them is needed"
+    assert said == [f"{name}: the list is empty; {kinds}", f"{name}: item 1 is an empty list", f"{name}: {kinds}"]

@@ -38,7 +38,7 @@ TRANSPORT = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
 def live(paddle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tiny_folder(paddle, tmp_path_factory.mktemp("fields") / "tiny")
     words = ("max_model_len=256", "max_num_seqs=8", "block_size=8", "max_new_tokens=16", "top_p=1")
-    server = Live(folder, *words, "enable_prompt_tokens_details=True")
+    server = Live(folder, *words)
     yield server
     server.close()
 
@@ -93,6 +93,38 @@ def test_a_field_of_the_other_route_is_a_400_with_its_name(live: Live, route: st
 def test_a_field_without_effect_is_named_in_the_answers_header(live: Live, name: str) -> None:
     answer = live.chat(**{name: {"a": "b"}})
     assert (answer.status_code, answer.headers["X-Ignored-Fields"]) == (200, name)
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+def test_a_message_without_content_is_a_400_with_its_place(live: Live, role: str) -> None:
+    for content in ({}, {"content": None}):
+        answer = live.chat(messages=[*ASK, {"role": role, **content}])
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages[1].content")
+        assert f"role {role}" in answer.json()["error"]["message"]
+    assert live.chat(messages=[*ASK, {"role": role, "content": ""}, *ASK]).status_code == 200, "empty is not missing"
+
+
+def test_a_message_that_calls_tools_needs_no_content(live: Live) -> None:
+    told = {"role": "tool", "tool_call_id": "c1", "content": "4"}
+    assert live.chat(messages=[*ASK, {"role": "assistant", "tool_calls": [CALL]}, told]).status_code == 200
+
+
+def test_a_text_part_without_text_is_a_400_with_its_place(live: Live) -> None:
+    answer = live.chat(messages=[{"role": "user", "content": [{"type": "text"}]}])
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages[0].content[0].text")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_least_length_with_only_end_tokens_allowed_is_a_400(live: Live, stream: bool) -> None:
+    ends = sorted(live.loaded.models["tiny"].stop_ids)
+    answer = live.chat(min_tokens=2, allowed_token_ids=ends, stream=stream)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "allowed_token_ids")
+    assert "min_tokens is 2" in answer.json()["error"]["message"]
+    for fields in ({"allowed_token_ids": ends}, {"min_tokens": 2, "allowed_token_ids": [*ends, 300]}):
+        assert live.chat(**fields, stream=stream).status_code == 200
 
 
 def said(client: openai.OpenAI, **fields: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,28 @@ def test_a_loaded_adapter_says_what_one_of_the_start_says(live: Live, place: Pat
     assert said(live, "base") == expected["base"]
 
 
+def test_a_reloaded_adapter_takes_no_cached_prefix_of_the_one_before_it(live: Live):
+    """Unloaded and loaded, replaced, and the same files again: equal to a server that has never had another."""
+    prompt = "the same long prompt " * 8
+
+    def ask() -> tuple[str, int]:
+        told = live.post("/v1/completions", {"model": "style", "prompt": prompt, "max_tokens": 16, "temperature": 0})
+        return told.json()["choices"][0]["text"], told.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    first: dict[str, str] = {}
+    for folder, replaces in (("style", False), ("facts", True), ("style", True), ("facts", False)):
+        if not replaces and "style" in live.loaded.models:
+            assert unload(live, "style") == 200
+        assert load(live, "style", folder, load_inplace=replaces)[0] == 200
+        text, cached = ask()
+        assert cached == 0, "blocks of other weights"
+        assert text == first.setdefault(folder, text)
+        again, cached = ask()
+        assert (again, cached > 0) == (text, True), "its own blocks are shared"
+    assert first["style"] != first["facts"]
+    assert unload(live, "style") == 200
+
+
 def test_running_streams_go_on_while_adapters_come_and_go(live: Live, place: Path):
     assert load(live, "style", "style")[0] == 200
     asked = {"max_tokens": 80, "temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -96,6 +119,31 @@ def test_running_streams_go_on_while_adapters_come_and_go(live: Live, place: Pat
     # Its weights are gone with its last answer.
     assert until(lambda: not any(name.startswith("style") for name in live.engine.models), 10)
     assert unload(live, "facts") == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("change", "status", "says"),
+    [("unloaded", 404, "there is no model 'style' here"), ("replaced", 409, "send the request again")],
+)
+def test_a_request_whose_adapter_goes_while_it_is_prepared_is_refused(
+    live: Live, change: str, status: int, says: str, stream: bool
+):
+    assert load(live, "style", "style")[0] == 200
+    grammars = live.application.app.state.api.grammars
+    form = {"type": "json_schema", "json_schema": {"schema": {"const": f"{change} {stream}"}}}
+    with ThreadPoolExecutor(1) as pool:
+        with grammars._building:  # the prompt is ready, the schema is not
+            waiting = pool.submit(live.chat, model="style", response_format=form, stream=stream)
+            assert until(lambda: grammars._queue.counts()[0] == 1, 10)
+            assert change == "replaced" or unload(live, "style") == 200
+            assert change == "unloaded" or load(live, "style", "facts", load_inplace=True)[0] == 200
+            assert until(lambda: len(live.engine.models) == len(live.loaded.models), 10), "the engine has dropped it"
+        answer = waiting.result(30)
+    assert (answer.status_code, says in answer.json()["error"]["message"]) == (status, True)
+    assert answer.json()["error"]["param"] == "model"
+    assert said(live, "base")
+    assert change == "unloaded" or unload(live, "style") == 200
 
 
 @pytest.mark.parametrize("path", ["../secret/other", "link", "circle", "empty", "broken", "absent", "/etc", "", "a\0b"])

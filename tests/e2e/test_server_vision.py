@@ -90,7 +90,7 @@ def test_nothing_is_fetched_and_no_file_is_opened(client, url):
 
 def test_what_is_too_much_or_damaged_is_refused_with_its_reason(client):
     many = refused(client, user(*[picture(inline("a.png"))] * 4, "which?"))
-    assert "4 images; 3 are the most" in many[0]
+    assert "4 images; the limit is 3" in many[0]
     assert "limit_mm_per_prompt" in many[2]
     assert "damaged" in refused(client, user(picture(inline("broken.png")), "?"))[0]
     assert "media_max_pixels" in refused(client, user(picture(inline("big.jpg", "image/jpeg")), "?"))[0]
@@ -143,7 +143,7 @@ def test_too_many_parts_are_told_as_that(client):
     for parts in (["x"] * 1025, [picture(inline("a.png"))] * 10_000):
         with pytest.raises(openai.UnprocessableEntityError) as error:
             ask(client, user(*parts))
-        assert error.value.body["message"].endswith("1,024 are the most of a message")
+        assert error.value.body["message"].endswith("a message may have 1,024")
         assert error.value.body["param"] == "messages[0].content"
 
 

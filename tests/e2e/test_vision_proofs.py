@@ -167,7 +167,7 @@ def test_losses_and_loads_are_told_by_modality_and_the_report_has_the_checks(liv
     low, high = sorted((mixed["loss_pictures"], mixed["loss_text"]))
     assert low < mixed["loss"] < high
     found = {check["check"]: check["found"] for check in json.loads((live / "run.json").read_text())["checks"]}
-    assert found["pixels"] == "pixels move their own document alone"
+    assert found["pixels"] == "pixels affect only their own document"
     assert "with blank pixels" in found["blank pixels"]
     assert "with blank pixels" in (live / "report.html").read_text()
 

@@ -169,7 +169,7 @@ def test_a_rank_that_comes_back_goes_on_and_long_phases_are_left_alone(tmp_path:
     code, errors = nap.ends()
     assert code == 0
     assert "in naps" in nap.report()
-    assert "rank 0 goes on: step 6" in errors
+    assert "rank 0 continues: step 6" in errors
     code, errors = evaluation.ends()
     assert (code, errors) == (0, ""), "2.5 x hard without a sign of life, 12 x hard with some"
     assert not (tmp_path / "eval").exists(), "nothing to report, nothing written"
@@ -191,7 +191,7 @@ def test_the_monitor_never_outlives_its_rank_and_its_own_end_is_told(tmp_path: P
     killed.ends()
     assert ending.ends()[0] == 0
     wait_until_gone(monitors[1])
-    alone.says("the monitor process of rank 0 ended (-9); the thread watches alone")
+    alone.says("the monitor process of rank 0 ended (-9); only the thread watches")
     assert alone.ends() == (0, "")
 
 

@@ -8,7 +8,10 @@ import os
 import re
 import shlex
 import subprocess
+import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ from erniekit.config import load
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 DOCKERFILES = sorted(DEPLOY.glob("Dockerfile.*"))
-INSTRUCTIONS = {"FROM", "ARG", "ENV", "WORKDIR", "COPY", "RUN", "USER", "EXPOSE", "ENTRYPOINT", "CMD"}
+INSTRUCTIONS = {"FROM", "ARG", "ENV", "WORKDIR", "COPY", "RUN", "USER", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT", "CMD"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -56,9 +59,48 @@ def test_an_image_copies_what_exists_and_starts_our_command(path: Path):
             assert subprocess.run(["bash", "-n", "-c", rest], capture_output=True).returncode == 0, rest
             extras = re.findall(r'"\.\[([\w,]+)\]"', rest)
             assert {e for group in extras for e in group.split(",")} <= set(PROJECT["optional-dependencies"])
-    assert any(name == "USER" and rest not in ("root", "0") for name, rest in found)
+    names = [name for name, _ in found]
+    users = [rest for name, rest in found if name == "USER"]
+    assert users == ["1000"], "a number: Kubernetes cannot tell whether a name is root"
+    assert "-o 1000 -g 1000 /work" in path.read_text(), "WORKDIR makes folders of root"
+    assert "RUN" not in names[names.index("USER") :], "what needs root comes before"
+    pips = [rest for name, rest in found if name == "RUN" and "pip install" in rest]
+    assert pips == ['pip install -c constraints.txt ".[serve,structured]" && rm -rf /src']
     python = [tuple(map(int, m)) for m in re.findall(r"python:(\d+)\.(\d+)", found[0][1])]
     assert all(version >= (3, 10) for version in python)
+
+
+class Health(BaseHTTPRequestHandler):
+    """Answers /health with the status that its server has."""
+
+    def do_GET(self) -> None:
+        self.send_response(self.server.status if self.path == "/health" else 404)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def healthy(folder: Path, *words: str) -> bool:
+    (folder / "cmdline").write_bytes("\0".join(["python", "/usr/bin/erniekit", *words]).encode() + b"\0")
+    called = [sys.executable, str(DEPLOY / "healthcheck.py"), str(folder / "cmdline")]
+    return subprocess.run(called, capture_output=True).returncode == 0
+
+
+def test_the_health_check_asks_a_server_at_its_port_and_nothing_else(tmp_path: Path):
+    for path in DOCKERFILES:
+        (check,) = (rest for name, rest in instructions(path) if name == "HEALTHCHECK")
+        assert json.loads(check[check.index("CMD ") + 4 :]) == ["python3", "/opt/healthcheck.py"]
+    with HTTPServer(("127.0.0.1", 0), Health) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        port = server.server_port
+        for status, expected in ((200, True), (503, False)):
+            server.status = status  # type: ignore[attr-defined]
+            assert healthy(tmp_path, "server", "m", f"port={port}") is expected
+            assert healthy(tmp_path, "server", "m", "--port", str(port)) is expected
+            assert healthy(tmp_path, "train", "recipe.yaml"), "not a server"
+        server.shutdown()
+    assert not healthy(tmp_path, "server", "m", f"port={port}"), "nothing listens"
 
 
 def test_two_images_are_described():
@@ -107,7 +149,12 @@ def test_the_kubernetes_server_is_reached_by_its_service():
     assert deployment["spec"]["selector"]["matchLabels"] == labels == service["spec"]["selector"]
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     port = container["ports"][0]["containerPort"]
-    assert service["spec"]["ports"][0]["targetPort"] == port == container["readinessProbe"]["httpGet"]["port"]
+    assert service["spec"]["ports"][0]["targetPort"] == port
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"] == {"path": "/health", "port": port}
+    drain = load(container["args"][1:], "server").serve.drain_timeout
+    grace = deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert grace > drain + 6, "or running answers are cut off"
     assert f"port={port}" in container["args"]
 
 

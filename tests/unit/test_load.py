@@ -150,7 +150,7 @@ def test_a_relative_word_for_a_base_that_is_not_here_is_no_hub_id_for_sure(base,
 
 def test_an_adapter_that_names_no_base_is_an_error_with_the_way_out(base, tmp_path):
     save_adapter(base, tmp_path / "adapter", None)
-    with pytest.raises(CheckpointError, match="does not say") as caught:
+    with pytest.raises(CheckpointError, match="does not name") as caught:
         load(tmp_path / "adapter")
     assert "base=" in caught.value.fix
 

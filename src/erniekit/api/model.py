@@ -205,7 +205,7 @@ class Model:
             raise CheckpointError(
                 f"{self.folder} holds a model without a tokenizer",
                 where=str(self.folder),
-                fix="copy tokenizer.model or tokenizer.json beside its config.json; logits need none: model(ids)",
+                fix="copy tokenizer.model or tokenizer.json next to its config.json; logits need none: model(ids)",
             )
         return self.tokenizer
 

@@ -209,7 +209,7 @@ def check_messages(messages: Any) -> None:
     for number, message in enumerate(messages if isinstance(messages, Sequence) else [messages]):
         content = message.get("content") if isinstance(message, Mapping) else None
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            what = "a message is no mapping with a role and a content"
+            what = "a message is not a mapping with role and content"
         elif message["role"] not in _ROLES:
             what = f"the role of a message is {message['role'][:40]!r}; expected {', '.join(_ROLES)}"
         elif content is None and not message.get("tool_calls"):

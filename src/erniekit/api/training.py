@@ -30,7 +30,7 @@ def train(
 ) -> TrainingRun:
     """Trains in this process, on one device, and returns the run.
 
-    The same call again goes on from the last checkpoint. Errors are `erniekit.ErnieKitError` with `what`, `where` and
+    The same call again resumes from the last checkpoint. Errors are `erniekit.ErnieKitError` with `what`, `where` and
     `fix`.
 
     recipe: a .yaml or .json file, or a mapping of keys
@@ -46,7 +46,7 @@ def train(
     """
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError(
-            "training listens to Ctrl-C and SIGTERM, which only the main thread hears",
+            "training handles Ctrl-C and SIGTERM, which only the main thread receives",
             where="train",
             fix="call it in the main thread, or in a process of its own",
         )
@@ -96,7 +96,7 @@ def _recipe(recipe: Any) -> tuple[list[str], dict[str, Any]]:
     path = Path(recipe)
     if path.suffix not in (".yaml", ".yml", ".json"):
         raise ConfigError(
-            f"{recipe} is no recipe",
+            f"{recipe} is not a recipe",
             where="recipe",
             fix="a .yaml or .json file, or keys: train(model_name_or_path=..., data=...)",
         )

@@ -102,7 +102,7 @@ def record_of(name: str, work: Workload, keys: Mapping[str, Any], result: Mappin
 def read_records(file: Path) -> list[Record]:
     found = json.loads(file.read_text(encoding="utf-8"))
     if found.get("format") != FORMAT:
-        raise ValueError(f"{file} is no file of recorded runs")
+        raise ValueError(f"{file} is not a file of recorded runs")
     return [Record(**{**row, "facts": Facts(**row["facts"])}) for row in found["runs"]]
 
 

@@ -221,7 +221,7 @@ _ALL = (
         Rows(1, _8K, pictures=5, picture=1000), SEEING, ("peft-vl",), together=False, limit_gib=95, target=18e3,
     ),
     Workload(
-        "V1-cached", "V1 with features kept of pictures that were met before: 1.3 times V1's speed", ERNIE_VL_28B,
+        "V1-cached", "V1 with cached features of pictures seen before: 1.3 times V1's speed", ERNIE_VL_28B,
         Rows(1, _8K, pictures=5, picture=1000), {**SEEING, "vision_feature_cache": "on"}, (), ("peft-vl",),
         together=False, limit_gib=95, target=1.3 * 18e3, note="features are in host memory; a run reads them from disk",
     ),

@@ -153,7 +153,7 @@ class CollectiveSaves:
         order = {name: i for i, name in enumerate(self.sharding.names())}
         strange = [key for key in dtypes if param_of(key) not in order]
         if strange:
-            raise CheckpointError(f"the layout knows nothing of {param_of(strange[0])}, so no rank can save it")
+            raise CheckpointError(f"the layout does not contain {param_of(strange[0])}, so no rank can save it")
         return dict(sorted(dtypes.items(), key=lambda item: (order[param_of(item[0])], item[0])))
 
     def _publish(

@@ -64,7 +64,7 @@ def _layer(raw: Any) -> LayerScale:
 def _positive(value: Any) -> float:
     number = float(value)
     if not math.isfinite(number) or number <= 0:
-        raise ValueError(f"{value!r} is no scale")
+        raise ValueError(f"{value!r} is not a scale")
     return number
 
 

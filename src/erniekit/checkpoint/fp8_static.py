@@ -45,7 +45,7 @@ def _read(folder: ModelFolder, modules: list[str], what: str) -> torch.Tensor:
     found = torch.cat([folder.stored_tensor(f"{module}.{what}").float().reshape(-1)[:1] for module in modules])
     if len(found) < len(modules) or not (torch.isfinite(found) & (found >= 0)).all():
         raise CheckpointError(
-            f"{what} of {modules[0]}, or of what is fused with it, is no scale",
+            f"{what} of {modules[0]}, or of what is fused with it, is not a scale",
             where=str(folder.path),
             fix="download the model again, or quantise it again",
         )

@@ -145,7 +145,7 @@ class CheckpointManager:
         for path in self.list():
             step = step_of(path)
             if step is not None and (last is None or step > last) and has_manifest(path):
-                at = f"goes on from step {last}" if last is not None else "does not go on from it"
+                at = f"resumes from step {last}" if last is not None else "does not resume from it"
                 self._keep_aside(path, f"this run {at}")
 
     def refuse_foreign(self, point: Path | None) -> None:

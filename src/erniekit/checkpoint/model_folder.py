@@ -120,7 +120,7 @@ class ModelFolder:
             self._open[file] = _open_file(file)
         if name not in self._open[file].keys():  # noqa: SIM118 - a safetensors handle, not a dict
             raise CheckpointError(
-                f"{file.name} does not hold {name!r}, though the index says so",
+                f"{file.name} does not hold {name!r}, although the index lists it",
                 where=str(self.path),
                 fix="the files are of different downloads; fetch them again",
             )
@@ -203,7 +203,7 @@ class ModelFolder:
                     )
                 if (kind := self.slices().dtype(name)) not in _WEIGHTS:
                     raise CheckpointError(
-                        f"{name} is stored as {str(kind).removeprefix('torch.')}, which is no weight by itself",
+                        f"{name} is stored as {str(kind).removeprefix('torch.')}, which is not a weight by itself",
                         where=str(self.path),
                         fix="its scale or quantization_config is missing: download or quantise the model again",
                     )

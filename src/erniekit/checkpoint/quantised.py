@@ -63,7 +63,7 @@ class StoredWeight:
             return tuple(int(n) for n in self._nf4_state(read)["shape"])
         found = shape_of(self.data)
         if len(found) != 2:
-            raise self.wrong(f"its codes have the shape {list(found)}, which is no matrix")
+            raise self.wrong(f"its codes have the shape {list(found)}, which is not a matrix")
         rows, width = found
         if self.scheme.is_mxfp4:
             return rows, 2 * width
@@ -230,7 +230,7 @@ def _compressed(
         by_name = next((group for group in parsed if group.names(module)), None)
         group = by_name or next((group for group in parsed if "Linear" in group.targets), None)
         if group is None:
-            raise _refusal(f"no config_group of it is meant for {module}", where)
+            raise _refusal(f"no config_group covers {module}", where)
         block = next((size for targets, size in rotations if any(_matches(t, module) for t in targets)), 0)
         weight = StoredWeight(module, group.scheme, dtype, block, str(where))
         missing = [n for n in (weight.data, *_shape_part(weight)) if n not in files]

@@ -49,7 +49,7 @@ def check_safetensors(path: Path) -> SafetensorsHeader:
         raise unreadable(path, error) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{path.name} is not a sound safetensors file: {error}",
+            f"{path.name} is not a valid safetensors file: {error}",
             where=str(path),
             fix="copy or download the file again; it is cut short, damaged or made to look like one",
         ) from None

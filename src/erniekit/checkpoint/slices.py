@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -38,6 +39,11 @@ DTYPES = {
 }  # fmt: skip
 
 
+def _close_all(files: Mapping[Path, IO[bytes]]) -> None:
+    for file in files.values():
+        file.close()
+
+
 class TensorFiles:
     """Tensors by name in safetensors files. Headers are read once, and checked; data only on access."""
 
@@ -46,6 +52,7 @@ class TensorFiles:
         self.bytes_read = 0  # of tensor data
         self._headers: dict[Path, SafetensorsHeader] = {}
         self._open: dict[Path, IO[bytes]] = {}
+        weakref.finalize(self, _close_all, self._open)
 
     @classmethod
     def of_stem(cls, folder: Path, stem: str) -> TensorFiles:
@@ -90,7 +97,7 @@ class TensorFiles:
             self._headers[file] = check_safetensors(file)
         if name not in self._headers[file].tensors:
             raise CheckpointError(
-                f"{file.name} does not hold {name!r}, though the index says so",
+                f"{file.name} does not hold {name!r}, although the index lists it",
                 where=str(file.parent),
                 fix="the files are of different downloads; fetch them again",
             )
@@ -134,7 +141,7 @@ class PiecedFiles(TensorFiles):
                 name, start, whole = key.split("|")
                 begins, shape = (tuple(int(n) for n in text.split(",") if n) for text in (start, whole))
             except ValueError:
-                raise CheckpointError(f"{key!r} is no block of a tensor", where=str(file)) from None
+                raise CheckpointError(f"{key!r} is not a block of a tensor", where=str(file)) from None
             if self._shapes.setdefault(name, shape) != shape or not len(begins) == len(stored.shape(key)) == len(shape):
                 raise CheckpointError(f"the blocks of {name} do not fit each other", where=str(file))
             self._pieces.setdefault(name, []).append((key, begins))

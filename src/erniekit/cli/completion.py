@@ -26,7 +26,7 @@ def completion_command(args: list[str]) -> int:
         print("".join(f"{word}\t{about}\n" for word, about in complete(args[1:])), end="")
         return 0
     if len(args) != 1 or args[0] not in SCRIPTS:
-        came = f"{' '.join(args)!r} is no shell of ours" if args else "no shell given"
+        came = f"{' '.join(args)!r} is not a supported shell" if args else "no shell given"
         raise ConfigError(came, where="command line", fix="erniekit completion bash, zsh or fish")
     print(SCRIPTS[args[0]], end="")
     return 0

@@ -66,7 +66,7 @@ def report(cfg: RunConfig, everything: bool = False) -> list[str]:
 def _options(args: list[str]) -> tuple[list[str], bool, bool, str]:
     words, command = [w for w in args if w not in ("--all", "--json")], ""
     if "--schema" in words:
-        raise ConfigError("--schema stands alone", where="command line", fix="erniekit config --schema")
+        raise ConfigError("--schema takes no other arguments", where="command line", fix="erniekit config --schema")
     if "--for" in words:
         at = words.index("--for")
         command = words[at + 1] if at + 1 < len(words) else ""

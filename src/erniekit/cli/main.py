@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
         return _refused(e)
     except Preempted as e:
         if not record(e, e.exit_code):
-            print(str(e) or "stopped by a signal; run the same command to go on", file=sys.stderr)
+            print(str(e) or "stopped by a signal; run the same command to resume", file=sys.stderr)
         return e.exit_code
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)

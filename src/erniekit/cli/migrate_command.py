@@ -152,5 +152,5 @@ def _layout(run: MigratedRun, cfg: RunConfig) -> Iterator[str]:
     for n in degrees.values():
         product *= n
     text = " x ".join(f"{name} {n}" for name, n in degrees.items()) or "no degree"
-    fits = "" if ranks % product == 0 else ": they do not fit, and the run will say so"
+    fits = "" if ranks % product == 0 else ": they do not fit, and the run will refuse them"
     yield f"{'layout':<15}{text} = {product}; the launch starts {ranks} ranks{fits}"

@@ -36,7 +36,7 @@ def explained(error: OSError) -> ErnieKitError | None:
     named = os.fspath(error.filename) if isinstance(error.filename, str | os.PathLike) else ""
     if error.errno in _FULL:
         return ConfigError(
-            f"{error.strerror}: this process or this machine may not open another one",
+            f"{error.strerror}: this process or this machine may open no more",
             where=named or "ulimit -n (RLIMIT_NOFILE)",
             fix="raise it: ulimit -n 4096; lsof -p PID shows what is open",
         )

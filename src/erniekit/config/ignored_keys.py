@@ -23,7 +23,7 @@ _REASONS = {
     "read by no version of ERNIEKit": "pad_to_max_seqlen",
     "pickled weights are never read: convert them to safetensors": "allow_pickle",
     "gone since ERNIEKit 1.2.0; use download_hub": "from_hf_hub from_aistudio from_modelscope",
-    "the layout is read from the files; save_format says how to write": """
+    "the layout is read from the files; save_format sets the one to write": """
         use_huggingface_model convert_from_hf save_to_hf""",
     "checkpoints hold whole tensors, whatever the layout": """
         unified_checkpoint save_sharded_model load_sharded_model load_sharded_model_remap_parameter_name
@@ -31,7 +31,7 @@ _REASONS = {
     "checkpoints are always whole and published by one rename": """
         save_tokenizer save_rng_states output_signal_dir ordered_save_group_size""",
     "optimiser states are stored whole, in files of bounded size": "optim_shard_num",
-    "another way to save behind training; unified_checkpoint_config: async_save does it": """
+    "another way to save during training; unified_checkpoint_config: async_save does it": """
         use_async_save flash_device_save_steps enable_zero_cost_checkpoint zcc_workers_num
         zcc_pipeline_hooks_capacity_usage zcc_save_ema_coef zcc_ema_interval""",
     "a service of another cluster": "pdc_download_ckpt pdc_download_timeout loss_spike_settings",
@@ -50,7 +50,7 @@ _REASONS = {
         pseudo_sampling_prob example_from_same_task_prob min_shot max_shot corpus_name prompt_dir
         sampling_wo_replacement_data_resuming use_train_part_sharding text_use_train_part_sharding
         load_args_from_api video_use_asr""",
-    "its config.json says whether a model sees": "multimodal",
+    "config.json says whether the model takes images": "multimodal",
     "of ERNIEKit's text stream between pictures; rows are rendered as its text stage does": """
         add_sys_token drop_history_with_k trigger_data_prob""",
     "pictures are decoded where the tower is, by processes of their own": """

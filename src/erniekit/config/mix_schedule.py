@@ -21,7 +21,7 @@ def stages_of(words: Sequence[str], origin: str = "mix_schedule") -> tuple[Stage
         try:
             stage = int(step), tuple(float(share) for share in shares.split("/"))
         except ValueError:
-            raise ConfigError(f"{word!r} is no stage of a mixture", where=origin, fix=_EXAMPLE) from None
+            raise ConfigError(f"{word!r} is not a stage of a mixture", where=origin, fix=_EXAMPLE) from None
         if not equals or stage[0] < 1 or not all(0 <= share < float("inf") for share in stage[1]) or not sum(stage[1]):
             what = f"{word!r}: steps are 1 or more, shares 0 or more and not all 0"
             raise ConfigError(what, where=origin, fix=_EXAMPLE)

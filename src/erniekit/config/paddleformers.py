@@ -33,7 +33,7 @@ _REASONS = {
         attn_impl _attn_implementation apply_rope_fusion moe_token_dispatcher_type moe_expert_fusion
         moe_router_fusion moe_deep_gemm moe_subbatch_token_num_before_dispatch""",
     "conversations are written by the model's own template": "template template_backend",
-    "a pipeline sends whole tensors of one length, in the order its schedule says": """
+    "a pipeline sends whole tensors of one length, in the order of its schedule": """
         partial_send_recv batch_p2p_comm p2p_cache_shape overlap_p2p_comm send_recv_overlap variable_seq_lengths
         clear_every_step_cache split_backward""",
     "an order of stages; pp_schedule chooses here": "best_unbalanced_scheduler use_dualpipev",
@@ -63,10 +63,10 @@ IGNORED: dict[str, str] = {name: reason for reason, names in _REASONS.items() fo
 
 # Its keys that would change a result and that nothing here does: refused, unless they are off.
 NO_COUNTERPART: dict[str, str] = {
-    "custom_register_path": "no code of a recipe is run; a template belongs into the model's tokenizer files",
+    "custom_register_path": "no code of a recipe is run; a template belongs in the model's tokenizer files",
     "new_special_tokens_path": "add the tokens to the tokenizer and the model first",
     "binpacking": "packs are made by greedy_intokens",
-    "truncation_strategy": "overlong says what becomes of turns that are too long",
+    "truncation_strategy": "overlong sets what happens to turns that are too long",
     "truncate_packing": "rows are never cut to fill a pack",
     "make_offline_data": "tokens are cached by themselves; `erniekit data index` writes token files",
     "eval_with_do_generation": "evaluation keeps losses; `erniekit eval --tasks` generates",

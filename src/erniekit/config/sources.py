@@ -220,7 +220,7 @@ def _put_bare(out: Sources, word: str, command: str) -> None:
     if command not in POSITIONAL:
         fix = f"did you mean --{word}?" if is_known(word) else "give a .yaml or .json file, --key value or key=value"
         if os.path.isfile(word):
-            fix = f"{fix}; a dataset goes behind --data"
+            fix = f"{fix}; give a dataset with --data"
         raise ConfigError(f"cannot tell what {word!r} is", where="command line", fix=fix)
     name = _meant(out, command)
     before = out.given.get(name)

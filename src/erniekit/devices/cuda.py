@@ -171,7 +171,7 @@ def make() -> Device:
 
 def findings() -> list[Finding]:
     if torch.version.cuda is None:
-        return [Finding(False, f"torch {torch.__version__} is no CUDA build", "install a CUDA build of torch")]
+        return [Finding(False, f"torch {torch.__version__} is not a CUDA build", "install a CUDA build of torch")]
     return [
         Finding(True, f"torch {torch.__version__} for CUDA {torch.version.cuda}"),
         tool_finding("nvidia-smi", "the driver's tool is not on PATH; without a driver torch sees no card"),

@@ -29,7 +29,7 @@ def parse_islands(values: Sequence[str], where: str = "islands") -> tuple[Device
 def _island(value: str, where: str) -> DeviceIsland:
     found = re.fullmatch(r"(\w+):(\d+)(?::(\d+(?:\.\d+)?))?(?::(\d+(?:\.\d+)?)G)?", value)
     if found is None or not int(found[2]) or (found[3] and not float(found[3])) or (found[4] and not float(found[4])):
-        raise ConfigError(f"{value!r} is no island", where=where, fix=FIX)
+        raise ConfigError(f"{value!r} is not an island", where=where, fix=FIX)
     device, ranks, speed, memory = found.groups()
     if device not in DEVICES and device not in INSTALLED:
         near = nearest(device, list(DEVICES))

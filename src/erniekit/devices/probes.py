@@ -48,7 +48,7 @@ def find_lacks(device: Device, count: int = 1) -> dict[str, str]:
         return {}
     # A device that does not claim fast bf16 may have a slow one, which users may choose.
     unclaimed = dict.fromkeys(set(CLAIMED_BY) - {"bf16", *device.claims}, UNCLAIMED)
-    lacks = {**unclaimed, **device.lacks, **dict.fromkeys(left_out, f"{WITHOUT} says so")}
+    lacks = {**unclaimed, **device.lacks, **dict.fromkeys(left_out, f"left out by {WITHOUT}")}
     todo = [name for name in device.claims if name not in lacks and name not in device.proven]
     if todo and "LOCAL_RANK" in os.environ:
         # Or every rank would open the machine's first card; there are more ranks than cards where they share.

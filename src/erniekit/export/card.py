@@ -36,6 +36,7 @@ _METRICS = (
     "train_loss", "eval_loss", "eval_ppl", "eval_accuracy", "eval_rewards/accuracies",
     "best_metric", "global_step", "trained_tokens", "train_runtime",
 )  # fmt: skip
+_UNITS = {"train_runtime": "train_runtime (seconds)"}
 
 
 def model_card(name: str, base: Path, adapters: Sequence[Path], gguf: str = "", classes: Sequence[str] = ()) -> str:
@@ -49,7 +50,7 @@ def model_card(name: str, base: Path, adapters: Sequence[Path], gguf: str = "", 
     keys = {row["key"]: row["value"] for row in _list(run, "config") if {"key", "value"} <= set(row)}
     given = str(keys.get("model_name_or_path") or base)
     start = base if adapters else Path(given).expanduser()
-    body = _body(name, start, given, adapters, run, keys)
+    body = _body(name, trained, start, given, adapters, run, keys)
     use = _use_of_scores(name, classes) if classes else _use(name, gguf)
     return "\n".join([*_front(start, given, keys, gguf), "", *body, *use, ""])
 
@@ -68,15 +69,23 @@ def _front(start: Path, given: str, keys: Mapping[str, Any], gguf: str) -> Itera
     yield "---"
 
 
+def _title(name: str, trained: Path) -> str:
+    """A folder called `export` is named after its run."""
+    trained = trained.expanduser().resolve()
+    run = trained.parent.name if re.fullmatch(r"checkpoint-\d+", trained.name) else trained.name
+    return run if name == "export" and run else name
+
+
 def _body(
     name: str,
+    trained: Path,
     start: Path,
     given: str,
     adapters: Sequence[Path],
     run: Mapping[str, Any],
     keys: Mapping[str, Any],
 ) -> Iterator[str]:
-    yield f"# {plain(name)}"
+    yield f"# {plain(_title(name, trained))}"
     yield ""
     few = {0: "all weights trained", 1: "one LoRA adapter merged"}
     merged = few.get(len(adapters), f"{len(adapters)} adapters merged")
@@ -93,7 +102,8 @@ def _body(
         yield from _table("Keys", "key", {key: keys[key] for key in shown if _is_set(keys.get(key))})
         numbers = run.get("metrics")
         numbers = numbers if isinstance(numbers, dict) else {}
-        yield from _table("Metrics", "metric", {key: numbers[key] for key in _METRICS if _is_set(numbers.get(key))})
+        found = {_UNITS.get(key, key): numbers[key] for key in _METRICS if _is_set(numbers.get(key))}
+        yield from _table("Metrics", "metric", found)
 
 
 def _data(run: Mapping[str, Any]) -> Iterator[str]:
@@ -117,7 +127,7 @@ def _file_name(place: str) -> str:
 def _use(name: str, gguf: str) -> Iterator[str]:
     yield from ("", "## Use", "")
     if gguf:
-        yield f"`llama-cli -m {name}/model-{gguf.upper()}.gguf`, or `ollama create` with the Modelfile beside it."
+        yield f"`llama-cli -m {name}/model-{gguf.upper()}.gguf`, or `ollama create` with the Modelfile next to it."
         return
     yield from ("```bash", f"erniekit chat {name}", f"erniekit server {name}", "```", "")
     yield from ("```python", "from transformers import AutoModelForCausalLM, AutoTokenizer", "")

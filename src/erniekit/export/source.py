@@ -29,7 +29,8 @@ def find_source(output_dir: Path) -> ExportSource | None:
     if own is not None and not (steps and is_unfinished(output_dir)):
         return own
     if own is not None:
-        warn(f"the model in {output_dir} is of an earlier end: its run goes on, the newest checkpoint is taken")
+        why = "is from an earlier run, and this run is unfinished"
+        warn(f"the model in {output_dir} {why}: the newest checkpoint is taken")
     damaged = []
     for _, path in sorted(steps, reverse=True):
         try:

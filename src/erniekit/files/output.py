@@ -128,7 +128,7 @@ def _refuse_overlap(output: Path, key: str, path: Path) -> None:
     raise ConfigError(
         f"output_dir {relation}: results would be mixed with what they are made from",
         where=f"output_dir: {output}, {key}: {path}",
-        fix="choose an output_dir beside it",
+        fix="choose an output_dir next to it",
     )
 
 

@@ -150,7 +150,7 @@ def _no_expert_kernels(f: ExpertFacts) -> str | None:
     if problem := _not_bf16(f.dtype):
         return problem
     if f.hidden % ALIGNED or f.width % ALIGNED:
-        return f"widths {f.hidden} and {f.width} are no multiples of {ALIGNED}"
+        return f"widths {f.hidden} and {f.width} are not multiples of {ALIGNED}"
     if max(f.ranks, default=0) > HIGHEST_RANK:
         return f"adapters of rank {max(f.ranks)} are above {HIGHEST_RANK}"
     return None
@@ -175,7 +175,7 @@ def _no_fp8(f: Fp8Facts) -> str | None:
     if problem := _no_card(f.device) or fp8_cards.why_not(f.device, f.experts):
         return problem
     if f.width % fp8_cards.ALIGNED or f.rows % fp8_cards.ALIGNED:
-        return f"widths {f.width} and {f.rows} are no multiples of {fp8_cards.ALIGNED}"
+        return f"widths {f.width} and {f.rows} are not multiples of {fp8_cards.ALIGNED}"
     return None
 
 
@@ -206,7 +206,7 @@ def _no_gated(f: GateUpFacts) -> str | None:
     if f.hidden > GATED_HIDDEN:
         return f"not faster above a hidden size of {GATED_HIDDEN}"
     if f.hidden % 64 or f.rows % 128:
-        return f"widths {f.hidden} and {f.rows} are no multiples of 64 and 128"
+        return f"widths {f.hidden} and {f.rows} are not multiples of 64 and 128"
     return quack_gemm.why_not("feed-forward", f.device)
 
 

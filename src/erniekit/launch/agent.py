@@ -176,7 +176,7 @@ class Agent(LocalElasticAgent):
         while time.monotonic() < until:
             if self._signals:
                 name = signal.Signals(self._signals[0])
-                self.relay.say(f"stopped by {name.name} between two attempts; run the same command to go on")
+                self.relay.say(f"stopped by {name.name} between two attempts; run the same command to resume")
                 self.exit_code = 75
                 raise SignalException("while waiting to restart", name)
             time.sleep(0.05)
@@ -207,9 +207,9 @@ class Agent(LocalElasticAgent):
         there, numbered = addresses(launch.address), launch.node_rank is not None
         host = next((f", {m}" for m in machines if m.address in there or (numbered and m.number == 0)), "")
         return Apart(
-            f"the other machines are gone: no answer from where all meet{host}",
+            f"the other machines are gone: no answer from the rendezvous address{host}",
             where=f"{launch.address}:{launch.port}, {launch.nnodes} machines: {_first_line(error)}",
-            fix=f"run the same command on every machine; the run goes on from {self._point()}",
+            fix=f"run the same command on every machine; the run resumes from {self._point()}",
         )
 
     def _exit_barrier(self) -> None:
@@ -385,9 +385,11 @@ def _first_line(error: Exception) -> str:
 def _apart(launch: LaunchPlan, error: Exception) -> Apart:
     what = _first_line(error)
     if launch.nnodes == 1:
-        return Apart(f"the ranks cannot meet: {what}", where=f"port {launch.port}", fix="unset MASTER_PORT and master")
+        return Apart(
+            f"the ranks cannot connect: {what}", where=f"port {launch.port}", fix="unset MASTER_PORT and master"
+        )
     return Apart(
-        f"the machines did not meet: {what}",
+        f"the machines could not connect: {what}",
         where=f"{launch.address}:{launch.port}, {launch.nnodes} machines",
         fix="the same command on every machine, MASTER_ADDR reachable from each, and a free port there",
     )

@@ -106,7 +106,7 @@ def _lines(error: BaseException) -> tuple[str, ...]:
     if isinstance(error, ErnieKitError):
         return tuple(error.lines())
     if isinstance(error, Preempted):
-        return tuple(str(error).splitlines()) or ("stopped by a signal; run the same command to go on",)
+        return tuple(str(error).splitlines()) or ("stopped by a signal; run the same command to resume",)
     trace = "".join(traceback.format_exception(error)).rstrip().splitlines()
     what = f"{type(error).__name__}: {error}".splitlines()[0]
     return (f"error: {what}", *trace[-TAIL:])

@@ -210,7 +210,7 @@ class Nodes:
             return None
         if silent:
             wait = f"; the others wait {self.launch.join_timeout_s:.0f} s for it (join_timeout_s)"
-            there = "there" if again else "on every machine, to go on from the newest checkpoint"
+            there = "there" if again else "on every machine, to resume from the newest checkpoint"
             lines += [
                 "where: its launcher is silent: switched off, out of reach, or ended by force",
                 f"fix:   run the same command {there}{wait if again else ''}",

@@ -74,7 +74,7 @@ def plan(cfg: RunConfig, env: Mapping[str, str] | None = None) -> LaunchPlan:
     address, port = _master(cfg, env)
     if nnodes > 1 and not address:
         raise ConfigError(
-            f"{nnodes} machines need a place to meet",
+            f"{nnodes} machines need a rendezvous address",
             where="MASTER_ADDR",
             fix="set MASTER_ADDR (and MASTER_PORT, default 8080) or master=host:port to the first machine, on each",
         )
@@ -100,7 +100,7 @@ def choose_devices(cfg: RunConfig) -> None:
     """`devices` as the variables that torch and the ranks read; without it those that are set, cleared of blanks."""
     if wrong := [d for d in cfg.launch.devices if not (d.isdecimal() or d.startswith(("GPU-", "MIG-")))]:
         fix = "numbers with commas between, such as 0,1"
-        raise ConfigError(f"{wrong[0]!r} is no device", where=cfg.origin("devices"), fix=fix)
+        raise ConfigError(f"{wrong[0]!r} is not a device", where=cfg.origin("devices"), fix=fix)
     os.environ.update(entry_of(cfg.train.device, os.environ).show(os.environ, cfg.launch.devices))
 
 
@@ -123,7 +123,7 @@ def _processes(cfg: RunConfig, env: Mapping[str, str]) -> int:
             f"nproc_per_node is {nproc} and {there} devices are visible here{shared}",
             where=cfg.origin("nproc_per_node"),
             fix=f"nproc_per_node={there * each}, or device=cpu; to try a layout, ranks_per_device={-(-nproc // there)} "
-            "lets ranks share a device: they take turns and talk over sockets, which says nothing of speed",
+            "lets ranks share a device: they take turns and communicate over sockets: speed is not representative",
         )
     return nproc or max(1, there) * each
 
@@ -158,7 +158,7 @@ def _master(cfg: RunConfig, env: Mapping[str, str]) -> tuple[str, int]:
     else:
         address, _, port = text.rpartition(":") if ":" in text else (text, "", "")
     if port and not (port.isdecimal() and 0 < int(port) < 65536):
-        raise ConfigError(f"{port!r} is no port", where=where, fix="a number from 1 to 65535, such as 8080")
+        raise ConfigError(f"{port!r} is not a port", where=where, fix="a number from 1 to 65535, such as 8080")
     return address, int(port or 0)
 
 

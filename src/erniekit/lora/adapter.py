@@ -176,7 +176,7 @@ def _fill(pair: Pair, found: list[LowRank | None], module: str, adapter: Adapter
         raise CheckpointError(
             f"the adapter has an A for each projection of {module}; compat: erniekit trains one A for all of them",
             where=adapter.where,
-            fix="leave out compat: erniekit to go on training it",
+            fix="leave out compat: erniekit to continue training it",
         )
     A, B = torch.cat([u.A for u in updates[::each]]), torch.cat([u.B for u in updates])
     if pair.starts:

@@ -94,7 +94,7 @@ def magnitudes(tensors: dict[str, torch.Tensor], where: str) -> dict[str, torch.
         match, tensor = _MAGNITUDE.fullmatch(key), tensors.pop(key)
         assert match is not None
         if tensor.ndim != 1 or not bool(tensor.isfinite().all()):
-            raise CheckpointError(f"{key} is no list of row lengths", where=where, fix=_AGAIN)
+            raise CheckpointError(f"{key} is not a list of row lengths", where=where, fix=_AGAIN)
         found[match[1].removeprefix("base_model.model.")] = tensor
     return found
 

@@ -34,7 +34,7 @@ def find_base(adapter: Path, given: str | Path | None, hub: str | None = None) -
     name = config_fields(config).get("base_model_name_or_path")
     if not isinstance(name, str) or not name or len(name) > MAX_NAME or not name.isprintable():
         raise CheckpointError(
-            "the adapter does not say which model it was trained on",
+            "the adapter does not name the model it was trained on",
             where=str(config),
             fix=f"name it: lora_path={adapter} model_name_or_path=DIR, or erniekit.load(..., base=DIR)",
         )
@@ -57,7 +57,7 @@ def _whole(folder: Path) -> Path:
         raise CheckpointError(
             f"{folder} holds an adapter, where the base of one is needed",
             where="model_name_or_path",
-            fix="name the model below it; adapters go behind lora_path: lora_path=ONE,OTHER",
+            fix="name the model below it; give adapters as lora_path=ONE,OTHER",
         )
     return folder
 

@@ -18,7 +18,7 @@ from erniekit.errors import ConfigError
 from erniekit.losses.wrapped_head import WrappedHead
 
 ARGUMENTS = {
-    "logits": "float32 [n, V], what the model says of the next token",
+    "logits": "float32 [n, V], the model's scores for the next token",
     "logprobs": "float32 [n], the logarithm of the label's probability",
     "labels": "int64 [n], the next token",
 }

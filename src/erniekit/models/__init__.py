@@ -18,7 +18,7 @@ def _problem(name: str, spec: Any) -> str:
     from erniekit.models.spec import ModelSpec
 
     if not isinstance(spec, ModelSpec):
-        return f"is no ModelSpec but {type(spec).__name__}"
+        return f"is not a ModelSpec but {type(spec).__name__}"
     return "" if spec.name == name else f"names itself {spec.name!r} in its ModelSpec"
 
 
@@ -49,7 +49,7 @@ def find(config: dict[str, Any], where: str = "config.json") -> ModelSpec:
     kind = ALSO.get(kind, kind)
     if kind not in MODELS:
         raise CheckpointError(
-            f"model_type {shown(kind)} is not one erniekit knows",
+            f"model_type {shown(kind)} is not one that erniekit supports",
             where=where,
             fix="supported: " + ", ".join(MODELS.names()),
         )

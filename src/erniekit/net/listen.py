@@ -37,4 +37,4 @@ def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
     fix = _PORT_FIXES.get(error.errno or 0)
     if fix is not None:
         return ConfigError(what, where="port", fix=fix)
-    return ConfigError(what, where="host", fix="an address of this machine; 127.0.0.1 is for this machine alone")
+    return ConfigError(what, where="host", fix="an address of this machine; 127.0.0.1 = this machine only")

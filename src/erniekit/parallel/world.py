@@ -181,7 +181,7 @@ def _join(rank: int, size: int, device: Device, layout: Layout, mixes: bool, on_
         described = [json.loads(store.get(f"device/{r}").decode()) for r in range(size)]
     except dist.DistError as error:  # stays one: the launcher looks for the rank that ended first, and may start again
         raise dist.DistNetworkError(
-            f"rank {rank} could not meet the others: {str(error).splitlines()[0]} "
+            f"rank {rank} could not connect to the others: {str(error).splitlines()[0]} "
             "(where another rank ended first, its log says why)"
         ) from error
     wires, backends = zip(*described)

@@ -63,7 +63,7 @@ def parse(text: str) -> Cluster:
 def island_of(text: str, where: str = "--cluster") -> Island:
     found = re.fullmatch(r"(?:(\d{1,9})x)?(\d{1,9})x(.+)", text.strip(), re.IGNORECASE)
     if found is None:
-        raise ConfigError(f"{text!r} is no cluster", where=where, fix=FIX)
+        raise ConfigError(f"{text!r} is not a cluster", where=where, fix=FIX)
     machines, devices, kind = int(found[1] or 0), int(found[2]), found[3]
     if not devices or found[1] == "0":
         raise ConfigError(f"{text!r} has no devices", where=where, fix=FIX)
@@ -81,7 +81,7 @@ def card_of(text: str, where: str = "--cluster", before: str = "") -> Card:
     if memory is None:
         name, memory = text.strip(), None
     if not name and (memory is None or "-" in text):
-        raise ConfigError(f"{text!r} is no card", where=where, fix=FIX)
+        raise ConfigError(f"{text!r} is not a card", where=where, fix=FIX)
     if not name:
         assert memory is not None
         card_name = next(card for most, card in BY_MEMORY if memory <= most)

@@ -103,7 +103,7 @@ def page(facts: dict[str, Any]) -> str:
         body += _section("Worst weights", table(facts["weights"][:WORST]) + note)
     drift = [row for row in facts["layers"] if row["drift"] is not None]
     if drift:
-        body += _section("Drift of hidden states behind each layer", table(drift))
+        body += _section("Drift of hidden states after each layer", table(drift))
     if facts["starved"]:
         body += _section("Starved experts", table(facts["starved"]) + _few(facts, "Even topped up"))
     if facts["topped_up"]:

@@ -90,7 +90,7 @@ def settings_from(start: Adapter, cfg: RunConfig, model: nn.Module) -> LoRASetti
                 f"{name} is {shown(value)}{because}; the adapter that training starts from has {shown(held)}",
                 where=f"{cfg.origin(key)} and {start.where}",
                 fix=f"leave {key} out, or lora_path to start from new adapters"
-                + (" (lora_plus_scale alone may be changed)" if key != name else ""),
+                + (" (only lora_plus_scale may be changed)" if key != name else ""),
             )
     faster = by_plus or cfg.given("lora_plus_scale")
     scale = cfg.lora.lora_plus_scale if faster else own.lora_plus_scale

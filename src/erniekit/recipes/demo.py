@@ -67,7 +67,7 @@ def folder_from(args: list[str], default: str = "erniekit-demo") -> Path:
         return Path(default)
     if len(words) != 2 or words[0].removeprefix("--") not in ("dir", "output_dir"):
         raise ConfigError(
-            f"demo does not know {' '.join(args)!r}",
+            f"demo does not take {' '.join(args)!r}",
             where="command line",
             fix="erniekit demo [vision] [--dir DIR] [--device WORD]",
         )

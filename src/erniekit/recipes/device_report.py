@@ -134,7 +134,7 @@ def answer() -> None:
     tell(device=device.name)
     for name in capabilities.CAPABILITIES:
         if name in device.lacks or name in skipped():
-            tell(name=name, why=device.lacks.get(name, f"{WITHOUT} says so"))
+            tell(name=name, why=device.lacks.get(name, f"left out by {WITHOUT}"))
         elif name in device.claims:
             tell(trying=name)
             tell(name=name, why=try_one(name, device))

@@ -328,7 +328,7 @@ def check_vocabulary(folder: ModelFolder, tokenizer: Tokenizer) -> None:
     check = vocabulary(folder.config.vocab_size, tokenizer)
     if not check.ok:
         where = f"{tokenizer.folder} and {folder.path}"
-        fix = f"{check.fix} (doctor: off goes on as long as the data has none of those tokens)"
+        fix = f"{check.fix} (doctor: off continues, as long as the data has none of those tokens)"
         raise DoctorError(check.text, where=where, fix=fix)
 
 

@@ -33,7 +33,7 @@ def check(cfg: RunConfig, name: str, then: int, now: int, step: int) -> None:
     raise ConfigError(
         f"{name} is of a run of {then} steps; with {now} its learning rate would have been another from the start",
         where=f"max_steps, num_train_epochs: {told}",
-        fix="set extend_run: True to train on so, or begin anew in another output_dir",
+        fix="set extend_run: True to continue with it, or start again in another output_dir",
     )
 
 

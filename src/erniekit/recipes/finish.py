@@ -109,8 +109,9 @@ def print_result(output: Path, result: RunResult, trainer: Trainer, plan: RunPla
     evaluation = f", eval_loss {m['eval_loss']:.4f}" if "eval_loss" in m else ""
     if trainer.stop_reason:
         say(trainer.stop_reason)
+    steps = f"{result.steps} step{'s' * (result.steps != 1)}"
     say(
-        f"{paint('done', 'green', 'bold')}     {result.steps} steps in {m['train_runtime']:.0f} s, "
+        f"{paint('done', 'green', 'bold')}     {steps} in {m['train_runtime']:.0f} s, "
         f"train_loss {m['train_loss']:.4f}{evaluation}"
     )
     if planned := plan_check.line_of(plan, speed):

@@ -44,7 +44,7 @@ def install(cfg: RunConfig, model: nn.Module, sharding: Sharding) -> None:
             block = 0
         layer.rounding = StaticRounding(StaticFormat(block, form.rows, form.weights))
     if whole:
-        say(f"note     apply_hadamard: {whole[0]} and {len(whole) - 1} more are not rotated (widths are no multiples)")
+        say(f"note     apply_hadamard: {whole[0]} and {len(whole) - 1} more are not rotated (widths are not multiples)")
 
 
 def form_of(cfg: RunConfig) -> StaticFormat:

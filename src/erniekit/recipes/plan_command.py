@@ -50,7 +50,7 @@ def plan_command(args: list[str]) -> int:
     picture = timeline_target(given.get("--timeline"))
     take = _number(given, "--take") or 1
     if "--take" in given and target is None:
-        raise ConfigError("--take says which layout to write, and none is", where="--take", fix="add --write FILE")
+        raise ConfigError("--take needs --write", where="--take", fix="add --write FILE")
     if not as_json:
         say(f"plan     {', '.join(cfg.files) or cfg.model.model_name_or_path} on {cluster.describe()}")
     top = _number(given, "--top") or 0
@@ -171,7 +171,7 @@ def _not_counted(cfg: RunConfig) -> Iterator[str]:
     if cfg.train.eval_generate:
         yield "not counted: answers that evaluations generate (eval_generate)"
     if models_beside.spread_over_data_alone(cfg):
-        yield "layouts are of data parallelism and sharding alone: this run takes no others"
+        yield "only layouts of data parallelism and sharding are planned: this run accepts no others"
 
 
 def _show(found: Ranking, own: Candidate | None, prices: list[Any], fewest: int | None, place: Site, top: int) -> None:
@@ -303,7 +303,7 @@ def _number(given: dict[str, str], option: str) -> int | None:
     if word is None:
         return None
     if not word.isdigit() or not int(word):
-        raise ConfigError(f"{option} {word} is no number above 0", where="erniekit plan", fix=f"{option} 64")
+        raise ConfigError(f"{option} {word} is not a number above 0", where="erniekit plan", fix=f"{option} 64")
     return int(word)
 
 

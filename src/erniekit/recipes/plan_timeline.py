@@ -23,7 +23,9 @@ def timeline_target(word: str | None) -> str | Path | None:
         return word
     target = Path(word).expanduser()
     if target.suffix != ".svg":
-        raise ConfigError(f"{word} is no SVG file", where="--timeline", fix="--timeline pipeline.svg, or - to print it")
+        raise ConfigError(
+            f"{word} is not an SVG file", where="--timeline", fix="--timeline pipeline.svg, or - to print it"
+        )
     if not target.parent.is_dir():
         raise ConfigError(f"no folder {target.parent}", where="--timeline", fix="create it, or name another file")
     if target.is_symlink() or (target.exists() and not (target.is_file() and _ours(target))):

@@ -125,7 +125,7 @@ def _compensates(cfg: RunConfig, recipe: QuantRecipe) -> bool:
     if not rows and (asked == "gptq" or recipe.needs_rows):
         what = "gptq weighs errors by" if asked == "gptq" else f"{cfg.quantize.quant} stores the scales of"
         raise ConfigError(
-            f"{what} what the layers meet on real rows, and none are given",
+            f"{what} the layers' inputs on real rows, and none are given",
             where="train_dataset_path",
             fix="name a file like those you train on: --data my.jsonl"
             + ("; or quant_method=rtn" if not recipe.needs_rows else "; or quant=fp8_dynamic, which needs none"),

@@ -58,7 +58,7 @@ def find(cfg: RunConfig, manager: CheckpointManager, world: World, disks: Disks,
     def here() -> Path | None:
         if launch and (named or afresh) and (own := manager.latest_good(launch)) is not None:
             key = "resume_from_checkpoint" if named else "overwrite_output_dir"
-            say(f"note     a restart of this run: {key} acted when it began, it goes on from {own.name}")
+            say(f"note     a restart of this run: {key} took effect when it began; it resumes from {own.name}")
             return own
         if afresh:
             return None
@@ -142,7 +142,7 @@ def check_promises(cfg: RunConfig, point: Path | None, promise: dict[str, Any], 
     raise ConfigError(
         f"{point.name} was trained with other settings, so going on would not be the same run",
         where="; ".join(changed),
-        fix="put them back, or set override_resume: True to go on anyway, or choose another output_dir",
+        fix="put them back, or set override_resume: True to resume anyway, or choose another output_dir",
     )
 
 
@@ -163,7 +163,7 @@ def restore(cfg: RunConfig, saver: Saver, point: Path | None, data: TrainData, p
         saver.with_optimizer = not cfg.checkpoint.ignore_save_lr_and_optim
         if saver.weights_alone and state.step < data.max_steps and not cfg.checkpoint.ignore_load_lr_and_optim:
             raise CheckpointError(
-                f"{point.name} holds weights alone: its run ended with save_strategy: no",
+                f"{point.name} holds only weights: its run ended with save_strategy: no",
                 where=str(point),
                 fix="ignore_load_lr_and_optim: True trains on with new optimiser states; a run that is to be extended "
                 "keeps them with ignore_save_lr_and_optim: False, or another save_strategy",
@@ -184,7 +184,7 @@ def protect_best(saver: Saver, state: TrainState) -> None:
     if saver.saves.published(state.best_step or 0):
         saver.manager.protect(state.best_step)
         return
-    warn(f"the best checkpoint, checkpoint-{state.best_step}, is not in output_dir: what is best is found anew")
+    warn(f"the best checkpoint, checkpoint-{state.best_step}, is not in output_dir: the best one is determined again")
     state.best_metric, state.best_step, state.evals_without_gain = None, None, 0
 
 

@@ -88,7 +88,7 @@ def _check_export(cfg: RunConfig) -> None:
     kind, gguf = cfg.export.gguf_type, cfg.export.format == "gguf"
     if gguf and cfg.quantize.quant:
         raise ConfigError(
-            f"format: gguf and quant: {cfg.quantize.quant} each say how weights are stored",
+            f"format: gguf and quant: {cfg.quantize.quant} each set how weights are stored",
             where=f"{cfg.origin('format')} and {cfg.origin('quant')}",
             fix="format: gguf with gguf_type: q8_0, q4_0 or mxfp4; or quant alone",
         )

@@ -125,7 +125,7 @@ def open_device(cfg: RunConfig) -> DevicePlan:
     device = pick(device_here(cfg.parallel.islands, cfg.train.device), cfg.train.no_cuda)
     each = cfg.launch.ranks_per_device
     if each > 1 and device.vendor == "cpu":
-        say(f"note     {Note('ranks_per_device', each, each, 'without effect: on a CPU nproc_per_node says it')}")
+        say(f"note     {Note('ranks_per_device', each, each, 'without effect: on a CPU nproc_per_node sets it')}")
     elif each > 1:
         device = device.share(int(os.environ.get("RANK", "0")), each)
     kind = cfg.precision.compute_type

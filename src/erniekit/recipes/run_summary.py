@@ -48,7 +48,7 @@ def show_plan(plan: RunPlan) -> None:
     layout = "Paddle" if folder.layout == "paddle" else "HF"
     weights = f"{short(c.parameters())} weights"
     if c.moe is not None:
-        weights += f", {short(c.active_parameters())} of them met by a token"
+        weights += f", {short(c.active_parameters())} of them used per token"
     say(f"model    {folder.path} ({c.family}, {weights}, {c.num_layers} layers, {layout} layout)")
     if world.size > 1:
         say(f"layout   {world.size} ranks: {world.layout.describe()}")

@@ -65,7 +65,7 @@ def sorted_callbacks(callbacks: Sequence[Any]) -> tuple[tuple[Hook, ...], tuple[
         else:
             made = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
             raise ConfigError(
-                f"{made} is no callback",
+                f"{made} is not a callback",
                 where="callbacks",
                 fix="an instance of erniekit.Hook or erniekit.Tracker, or a function of one StepResult",
             )

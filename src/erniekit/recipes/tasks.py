@@ -71,7 +71,7 @@ class Scorer:
 
         if max_tokens >= self.max_length:
             raise ConfigError(
-                f"the task wants answers of up to {max_tokens} tokens, and question and answer have {self.max_length}",
+                f"the task needs answers of up to {max_tokens} tokens, and question and answer have {self.max_length}",
                 where="max_seq_len",
                 fix=f"max_seq_len={2 * max_tokens} or more, within the model's own positions",
             )

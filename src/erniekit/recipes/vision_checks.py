@@ -41,7 +41,7 @@ def pixels_stay_inside(built: Built, shown: PictureTokens) -> Check:
     if leaked:
         text = f"pixels of one document move the logits of the next by {leaked:.1e}"
     else:
-        text = "pixels move their own document alone" if own else "other pixels move no logit of their own document"
+        text = "pixels affect only their own document" if own else "other pixels move no logit of their own document"
     return Check("pixels", own > 0 and not leaked, text, "set attention: reference and report this")
 
 

@@ -59,7 +59,7 @@ class Parts:
                     self._found[members] = {r: tuple(p) for p in parted.values() for r in p}
                     break
             else:
-                raise LookupError(f"ranks {members} are no group of this layout")
+                raise LookupError(f"ranks {members} are not a group of this layout")
         return self._found[members]
 
 

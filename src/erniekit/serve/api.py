@@ -6,10 +6,9 @@ response_builder.py makes OpenAI's objects of the text.
 
 from __future__ import annotations
 
-import asyncio
 import time
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +19,9 @@ from starlette.responses import Response
 from erniekit.log import warn
 from erniekit.net.connections import CONNECTION
 from erniekit.net.hosts import Hosts
+from erniekit.serve.disconnect import until_disconnect
 from erniekit.serve.embeddings import embedding_page, parse_embedding, pooled
-from erniekit.serve.engines.base import InferenceEngine
+from erniekit.serve.engines.base import InferenceEngine, ModelRemoved
 from erniekit.serve.engines.vision_input import FeatureCache
 from erniekit.serve.grammar_work import GrammarWork
 from erniekit.serve.health import HealthMonitor
@@ -110,7 +110,7 @@ class Api:
         return await self._answer(request, body, parse_chat)
 
     async def completions(self, request: Request) -> Response:
-        """How texts go on."""
+        """Continuations of texts."""
         body = await read_json(request, CompletionRequest)
         return await self._answer(request, body, parse_completion)
 
@@ -122,7 +122,11 @@ class Api:
         async def work() -> Response:
             prepared = await self._prepared(parsed)
             self.metrics.prompt_tokens += prepared.prompt_tokens
-            return _json(embedding_page(body, prepared, await pooled(prepared, self.engine, self.settings.timeout)))
+            try:
+                vectors = await pooled(prepared, self.engine, self.settings.timeout)
+            except ModelRemoved:
+                raise self._removed(prepared.served.name) from None
+            return _json(embedding_page(body, prepared, vectors))
 
         answer: Response | None = await until_disconnect(request.receive, work())
         return Response(status_code=499) if answer is None else answer
@@ -186,7 +190,10 @@ class Api:
             self.metrics.disconnects += 1
             return Response(status_code=499)  # the client has disconnected
         left = arrived + self.settings.timeout - time.monotonic()
-        running_request = RunningRequest(prepared, self.engine, left, not body.stream, self.settings.details)
+        try:
+            running_request = RunningRequest(prepared, self.engine, left, not body.stream, self.settings.details)
+        except ModelRemoved:
+            raise self._removed(prepared.served.name) from None
         self.running_requests.add(running_request)
         builder = ResponseBuilder(running_request, prepared.jobs[0].sampling.logprobs is not None)
         self.metrics.prompt_tokens += prepared.prompt_tokens
@@ -229,7 +236,7 @@ class Api:
             raise parsed.refuse(made)
         prepared = parsed.prepare(*made)
         if self.models.get(parsed.served.name) is not parsed.served:
-            raise _no_model(parsed.served.name)  # it was unloaded meanwhile
+            raise self._removed(parsed.served.name)
         if parsed.grammar is None:
             return prepared
         return prepared.bound(await self.grammars.compile(parsed.grammar, parsed.served, prepared.thinks))
@@ -284,6 +291,12 @@ class Api:
             return next(iter(self.models.values()))
         raise _no_model(name)
 
+    def _removed(self, name: str) -> RequestError:
+        """For a request whose adapter was unloaded or replaced while its prompt or schema was prepared."""
+        if name in self.models:
+            return RequestError(409, f"model {name!r} was replaced meanwhile: send the request again", param="model")
+        return _no_model(name)
+
     def _card(self, served: ServedModel) -> dict[str, Any]:
         return {
             "id": served.name,
@@ -328,23 +341,6 @@ class EventStream(Response):
         finally:
             self.api.engine.cancel(self.running_request.stream)
             self.api._count(self.running_request)
-
-
-async def until_disconnect(receive: Receive, work: Awaitable[Any]) -> Any:
-    """The result of `work`, or None when the client left first; then the work is cancelled."""
-
-    async def gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    doing, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait({doing, watching}, return_when=asyncio.FIRST_COMPLETED)
-        return doing.result() if doing.done() else None
-    finally:
-        for task in (doing, watching):
-            task.cancel()
-        await asyncio.gather(doing, watching, return_exceptions=True)
 
 
 async def _collect(running_request: RunningRequest) -> list[ChoiceDelta]:

@@ -98,7 +98,7 @@ def server_of(cfg: RunConfig) -> tuple[Address | None, bool]:
     must = not named or bool(typed[0])
     if s.port == 0 and must:
         raise ConfigError(
-            "port 0 is no server's address", where=cfg.origin("port"), fix="the port its `ready` line says"
+            "port 0 is not a server's address", where=cfg.origin("port"), fix="the port in its `ready` line"
         )
     return (Address(EVERYWHERE.get(s.host, s.host.strip("[]")), s.port) if s.port else None), must
 
@@ -297,10 +297,14 @@ def _turn(talk: ChatSession, text: str, output: TextIO) -> tuple[int, str]:
 
 
 def _read(input_stream: TextIO, output: TextIO, first: bool = True) -> str | None:
-    """One line; None at the end. A terminal gets line editing, a pipe is read as it is. first: of a message."""
+    """One line, or what was pasted; None at the end. A terminal gets line editing, a pipe is read as it is. first: of a
+    message."""
     if input_stream is sys.stdin and sys.stdin.isatty():
         with suppress(ImportError):
-            import readline  # noqa: F401 - input() then edits lines and remembers them
+            import readline  # input() then edits lines and remembers them
+
+            # Python switches it off. Pasted lines are then one message, and not a question each.
+            readline.parse_and_bind("set enable-bracketed-paste on")
         try:
             return input("User: " if first else "... ")
         except EOFError:

@@ -106,7 +106,9 @@ class Client:
             names = []  # servers without that page know `default`
         except (ValueError, TypeError, KeyError):
             raise NoAnswer(
-                "what answers there is no OpenAI-compatible server", where=self.where, fix="check host and port"
+                "the program at that address is not an OpenAI-compatible server",
+                where=self.where,
+                fix="check host and port",
             ) from None
         if wanted and names and wanted not in names:
             raise ConfigError(
@@ -149,7 +151,7 @@ class Client:
             if event.get("error"):
                 self._refused(0, event)
             yield event
-        raise NoAnswer("the server broke off", where=self.where, fix="see what its own output says, and ask again")
+        raise NoAnswer("the server closed the connection", where=self.where, fix="see the server's log, and ask again")
 
     def _whole(self, response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
         event = self._read(response.read())
@@ -164,7 +166,7 @@ class Client:
         except (ValueError, RecursionError):
             event = None
         if not isinstance(event, dict):
-            raise NoAnswer("the server said something that is no answer", where=self.where, fix="check the URL")
+            raise NoAnswer("the server's reply is not a chat completion", where=self.where, fix="check the URL")
         return event
 
     @contextmanager
@@ -227,7 +229,9 @@ class Client:
             429: "the server is busy: ask again",
             503: "the server is starting or stopping: ask again",
         }
-        fix = fixes.get(status, "'clear' resets the conversation; or change the key it names")
+        fix = fixes.get(status, "change the key it names, or reset the conversation with 'clear'")
+        if isinstance(error, dict) and error.get("code") == "context_length_exceeded":
+            fix = "send less text, lower max_new_tokens, or reset the conversation with 'clear'"
         text = " ".join(str(words or f"status {status}").split())[:500]
         raise NoAnswer(f"the server refused: {text}", where=self.where, fix=fix, status=status)
 

@@ -25,10 +25,10 @@ COMMANDS = {
     "/file PATH": "put a text file into the next question",
     "/image PATH": "show a picture with the next question (or @PATH in it)",
     "/video PATH": "show a video with the next question",
-    "/system [TEXT]": 'set the system text; alone: show it; "": remove it',
+    "/system [TEXT]": 'set the system text; without TEXT: show it; "": remove it',
     "/save PATH": "write the conversation to a new file, as one line of JSONL",
 }
-MULTILINE = 'A message of several lines: end a line with \\, or put """ before and after it.'
+MULTILINE = 'A message of several lines: paste it, end a line with \\, or put """ before and after it.'
 WORDS = {"exit": "/exit", "quit": "/exit", "/quit": "/exit", "clear": "/clear"}  # other names
 QUOTES = '"""'
 _COMMAND = re.compile(r"/[a-z]+")
@@ -53,7 +53,9 @@ class TextFile:
 
 
 def command_in(line: str) -> tuple[str, str] | None:
-    """(command, what stands behind it); None: the line is a message."""
+    """(command, its argument); None: the line is a message, as pasted lines always are."""
+    if "\n" in line.strip():
+        return None
     word, _, rest = line.strip().partition(" ")
     if not rest and word in WORDS:
         return WORDS[word], ""
@@ -113,7 +115,7 @@ def read_text_file(path: str) -> TextFile:
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text:
-        raise DataError("it is no text in UTF-8", where=str(file), fix="convert it; /image PATH shows a picture")
+        raise DataError("it is not UTF-8 text", where=str(file), fix="convert it; /image PATH shows a picture")
     if not text.strip():
         raise DataError("it is empty", where=str(file), fix="name a file with text in it")
     return TextFile(file, text)

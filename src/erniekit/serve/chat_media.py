@@ -47,7 +47,7 @@ def attach(path: str, kind: str, pixels: int = MediaLimits.pixels) -> Attachment
         raise DataError(
             f"{file.name} is neither a picture nor a video by its name",
             where=str(file),
-            fix="/image PATH or /video PATH says which",
+            fix="use /image PATH or /video PATH",
         )
     refuse_special(file, DataError)
     try:

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from erniekit.serve.engines.base import Done, GenerationJob, InferenceEngine, Pooled, QueueFull, SamplingParams
+from erniekit.serve.engines.base import Done, GenerationJob, InferenceEngine, Pooled, SamplingParams
 from erniekit.serve.engines.vision_input import PromptVision
 from erniekit.serve.prompt_worker import TextPrompts
 from erniekit.serve.request_error import RequestError
@@ -21,6 +21,7 @@ from erniekit.serve.request_parsing import (
     opening_id,
     too_long,
 )
+from erniekit.serve.running_request import submit
 from erniekit.serve.schema import EmbeddingRequest
 
 
@@ -65,13 +66,8 @@ def parse_embedding(request: EmbeddingRequest, served: ServedModel, defaults: Sa
 
 
 async def pooled(prepared: PreparedRequest, engine: InferenceEngine, timeout: float) -> list[tuple[float, ...]]:
-    """A vector for each job."""
-    try:
-        stream = engine.submit(*prepared.jobs)
-    except QueueFull:
-        raise RequestError(
-            429, "the server is busy: its queue is full", code="queue_full", headers={"Retry-After": "1"}
-        ) from None
+    """A vector for each job. Raises ModelRemoved."""
+    stream = submit(prepared, engine)
     found: dict[int, tuple[float, ...]] = {}
 
     async def collect() -> None:

@@ -193,7 +193,7 @@ def vision_settings(cfg: RunConfig, entry: ModelEntry) -> VisionSettings:
     for name, most in given.items():
         if name not in MOST or isinstance(most, bool) or not isinstance(most, int) or most < 0:
             raise ConfigError(
-                f"limit_mm_per_prompt says {name}: {most}",
+                f"limit_mm_per_prompt has {name}: {most}",
                 where=cfg.origin("limit_mm_per_prompt"),
                 fix="{image: N, video: N}, whole numbers",
             )

@@ -106,6 +106,6 @@ def too_large(media: Sequence[Medium], headers: Mapping[str, MediaHeader], setti
         shown += pixels_of(medium, headers)
         if shown > settings.pixels:
             frames = f" in {len(medium.frames)} frames" if medium.frames else ""
-            what = f"the request shows {shown:,} pixels{frames}; {settings.pixels:,} are the most"
+            what = f"the request shows {shown:,} pixels{frames}; the limit is {settings.pixels:,}"
             return Failed("media", what, code="too_many_pixels", where=place.name)
     return None

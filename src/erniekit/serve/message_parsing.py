@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from erniekit.files.json_file import nests_deeper
@@ -21,6 +22,15 @@ def message_row(message: Message) -> dict[str, Any]:
     if message.tool_calls:
         out["tool_calls"] = [_call(call) for call in message.tool_calls]
     return out
+
+
+def check_contents(messages: Sequence[Message]) -> None:
+    """Only an assistant's message that calls tools may come without content."""
+    for k, message in enumerate(messages):
+        if message.content is None and not (message.role == "assistant" and message.tool_calls):
+            place = f"messages[{k}].content"
+            rule = "" if message.role != "assistant" else "; only one with tool_calls may have none"
+            raise RequestError(400, f"{place} is missing: a message of role {message.role} needs it{rule}", param=place)
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:

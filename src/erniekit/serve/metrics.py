@@ -48,7 +48,7 @@ class Metrics:
             ("generated_tokens_total", "counter", "Tokens of answers.", self.generated_tokens),
             ("disconnects_total", "counter", "Clients gone before their answer ended.", self.disconnects),
             ("engine_steps_total", "counter", "Steps of the engine.", load.steps),
-            ("prefix_cache_queries_total", "counter", "Prompt tokens looked for in the cache.", load.prefix_queries),
+            ("prefix_cache_queries_total", "counter", "Prompt tokens looked up in the cache.", load.prefix_queries),
             ("prefix_cache_hits_total", "counter", "Prompt tokens found in the cache.", load.prefix_hits),
             ("evictions_total", "counter", "Sequences put back for want of cache.", load.evicted),
             ("preemptions_total", "counter", "Sequences put back for other clients or requests.", load.preempted),

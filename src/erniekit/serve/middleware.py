@@ -135,7 +135,7 @@ async def read_json(request: Request, kind: type[Model], limit: BodyLimit | None
     except asyncio.TimeoutError:
         raise RequestError(408, "the body did not arrive in time") from None
     except ClientDisconnect:
-        raise RequestError(400, "the body broke off") from None
+        raise RequestError(400, "the body ended early") from None
     if _has_too_many_values(body):
         raise RequestError(413, f"the body holds more than {MAX_VALUES} values", headers={"Connection": "close"})
     try:

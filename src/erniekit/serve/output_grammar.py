@@ -51,7 +51,7 @@ def output_grammar(request: ChatRequest) -> OutputGrammar | None:
         if getattr(request, name):
             where = "response_format" if forced is None else "tool_choice"
             raise RequestError(
-                400, f"{name} cannot be combined with {where}: the schema says what may come", param=name
+                400, f"{name} cannot be combined with {where}: the schema determines the answer", param=name
             )
     if answer is not None:
         # Offered tools stay a choice beside the answer.
@@ -136,7 +136,7 @@ def _checked(grammar: OutputGrammar) -> OutputGrammar:
     if objects > MAX_SCHEMA_OBJECTS:
         raise RequestError(
             400,
-            f"{grammar.param}: the schemas hold {objects:,} objects; {MAX_SCHEMA_OBJECTS:,} are the most",
+            f"{grammar.param}: the schemas hold {objects:,} objects; the limit is {MAX_SCHEMA_OBJECTS:,}",
             param=grammar.param,
         )
     return grammar

@@ -12,7 +12,7 @@ from typing import Any
 from erniekit.data.tokenizer import BEGIN, Tokenizer
 from erniekit.serve.engines.base import GenerationJob, Grammar, SamplingParams
 from erniekit.serve.engines.vision_input import PromptVision
-from erniekit.serve.message_parsing import message_row, parse_arguments
+from erniekit.serve.message_parsing import check_contents, message_row, parse_arguments
 from erniekit.serve.output_grammar import OutputGrammar, output_grammar
 from erniekit.serve.output_parser import THINK
 from erniekit.serve.prompt_worker import ChatPrompt, Failed, TextPrompts
@@ -108,7 +108,7 @@ def refuse_unsupported(request: GenerationRequest) -> None:
             raise RequestError(400, f"{name} is not supported here: {fix}", param=name)
         if name in others and value not in (None, False):
             route = "/v1/completions" if chat else "/v1/chat/completions"
-            raise RequestError(400, f"{name} is a field of {route} alone: leave it out", param=name)
+            raise RequestError(400, f"{name} is a field of {route} only: leave it out", param=name)
 
 
 def ignored_fields(request: GenerationRequest) -> list[str]:
@@ -153,7 +153,7 @@ class ParsedRequest:
             return RequestError(503, failed.message, code="no_media")
         if failed.kind == "no text":
             chat = isinstance(self.request, ChatRequest)
-            words = "the messages are no text that can be put into a prompt" if chat else "the prompt is no text"
+            words = "the messages cannot be rendered as a prompt" if chat else "the prompt is not text"
             return RequestError(400, words, param=self.field)
         if failed.kind == "slow":
             return RequestError(503, "the prompt could not be prepared in time", code="prompt_timeout")
@@ -173,6 +173,7 @@ class ParsedRequest:
 
 def parse_chat(request: ChatRequest, served: ServedModel, defaults: SamplingDefaults) -> ParsedRequest:
     refuse_unsupported(request)
+    check_contents(request.messages)
     grammar = output_grammar(request)
     thinking = defaults.enable_thinking if request.enable_thinking is None else request.enable_thinking
     more = {} if thinking is None else {"enable_thinking": thinking}
@@ -334,6 +335,13 @@ def _make_job(
         ignore_stop=request.ignore_eos and not stops,
     )
     ends = stops if request.ignore_eos and stops else stops | served.stop_ids
+    if sampling.min_tokens and sampling.allowed and ends.issuperset(sampling.allowed):
+        raise RequestError(
+            400,
+            f"allowed_token_ids holds only tokens that end an answer, and min_tokens is {sampling.min_tokens}: "
+            "allow another token, or send min_tokens 0",
+            param="allowed_token_ids",
+        )
     return GenerationJob(tuple(prompt), served.engine_name, sampling, ends, vocab, salt=request.cache_salt or "")
 
 

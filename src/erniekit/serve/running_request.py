@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from erniekit.serve.detokenizer import Detokenizer, StopStrings
-from erniekit.serve.engines.base import Done, Event, InferenceEngine, QueueFull, Token
+from erniekit.serve.engines.base import Done, Event, InferenceEngine, QueueFull, Token, TokenStream
 from erniekit.serve.output_parser import Delta, OutputParser
 from erniekit.serve.request_error import RequestError
 from erniekit.serve.request_parsing import PreparedRequest
@@ -96,6 +96,16 @@ class ChoiceState:
         return [Delta("content", text)] if text else []
 
 
+def submit(prepared: PreparedRequest, engine: InferenceEngine) -> TokenStream:
+    """Raises ModelRemoved."""
+    try:
+        return engine.submit(*prepared.jobs)
+    except QueueFull:
+        raise RequestError(
+            429, "the server is busy: its queue is full", code="queue_full", headers={"Retry-After": "1"}
+        ) from None
+
+
 class RunningRequest:
     """Submits at once, so that a full queue is known before anything is answered."""
 
@@ -113,12 +123,7 @@ class RunningRequest:
         self.deadline = self.began + timeout
         self.first: float | None = None  # when the first token came
         self.choices = [ChoiceState(prepared, whole) for _ in prepared.jobs]
-        try:
-            self.stream = engine.submit(*prepared.jobs)
-        except QueueFull:
-            raise RequestError(
-                429, "the server is busy: its queue is full", code="queue_full", headers={"Retry-After": "1"}
-            ) from None
+        self.stream = submit(prepared, engine)
 
     @property
     def generated(self) -> int:

@@ -111,9 +111,7 @@ class RuntimeAdapters:
                 except (OSError, RuntimeError):  # links that lead in a circle are the second
                     continue
         # The same words for what is absent and what is not allowed: a client learns nothing of other folders.
-        raise RequestError(
-            400, "lora_path is no folder below those that the server may load from (lora_dirs)", param="lora_path"
-        )
+        raise RequestError(400, "lora_path is not a folder below one of the server's lora_dirs", param="lora_path")
 
     async def _opened(self, name: str, engine_name: str, folder: Path) -> tuple[nn.Module, ServedModel]:
         done: Future[tuple[nn.Module, ServedModel]] = Future()

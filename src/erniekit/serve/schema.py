@@ -18,7 +18,23 @@ StopString = Annotated[str, Field(max_length=64)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 # fail_fast: pydantic makes an error of each item that does not fit, and a list may have many.
+TEXT_OR_IDS = "a text, a list of token ids, or a list of several of them"
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+
+
+def _text_or_ids(value: Any) -> Any:
+    """Checked first: of a union pydantic names each kind that the value is not, the wrong one first."""
+    if not isinstance(value, str | list):
+        raise ValueError(f"{TEXT_OR_IDS} is needed")
+    if not value and isinstance(value, list):
+        raise ValueError(f"the list is empty; {TEXT_OR_IDS} is needed")
+    if isinstance(value, list) and not isinstance(value[0], int):
+        for k, item in enumerate(value):
+            if not isinstance(item, str | list):
+                raise ValueError(f"item {k} is neither a text nor a list of token ids")
+            if not item and isinstance(item, list):
+                raise ValueError(f"item {k} is an empty list")
+    return value
 
 
 class _Object(BaseModel):
@@ -123,9 +139,9 @@ class GenerationRequest(_Object):
     include_stop_str_in_output: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
-    ignore_eos: bool = Field(False, description="Go on past the model's own end, up to max_tokens.")
+    ignore_eos: bool = Field(False, description="Continue past the model's end token, up to max_tokens.")
     cache_salt: str | None = Field(
-        None, max_length=256, description="Cached prefixes are shared between requests of the same salt alone."
+        None, max_length=256, description="Cached prefixes are shared only between requests of the same salt."
     )
 
 
@@ -149,7 +165,7 @@ class Message(_Object):
     def _text_or_parts(cls, content: Any) -> Any:
         """Said here: of a union pydantic names each kind that it is not, the wrong one first."""
         if isinstance(content, list) and len(content) > MAX_PARTS:
-            raise ValueError(f"{len(content):,} parts are too many; {MAX_PARTS:,} are the most of a message")
+            raise ValueError(f"{len(content):,} parts are too many; a message may have {MAX_PARTS:,}")
         if not isinstance(content, str | list | None):
             raise ValueError("content is text or a list of parts")
         return content
@@ -184,6 +200,7 @@ class EmbeddingRequest(BaseModel):
 
     model: str = Field("default", max_length=256, description="One of /v1/models, or `default`.")
     input: str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, max_length=256, fail_fast=True)]
+    _kind = field_validator("input", mode="before")(_text_or_ids)
     encoding_format: Literal["float", "base64"] = "float"
     pooling: Literal["mean", "last"] = Field("mean", description="Of the last hidden states of an input's tokens.")
     normalize: bool = Field(True, description="To length 1.")
@@ -207,11 +224,13 @@ class CompletionRequest(GenerationRequest):
     echo: bool = False
     suffix: str | None = None
 
+    _kind = field_validator("prompt", mode="before")(_text_or_ids)
+
     @field_validator("prompt")
     @classmethod
     def _few_enough(cls, prompt: Any, info: ValidationInfo) -> Any:
         count = len(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
         answers = count * info.data.get("n", 1)
         if answers > MAX_COMPLETIONS:
-            raise ValueError(f"{answers} answers are asked for (prompts times n); {MAX_COMPLETIONS} are the most")
+            raise ValueError(f"{answers} answers are asked for (prompts times n); the limit is {MAX_COMPLETIONS}")
         return prompt

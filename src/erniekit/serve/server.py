@@ -105,9 +105,9 @@ def check_address(cfg: RunConfig, key: str | None) -> None:
     if key is None and not is_loopback(host):
         if not cfg.serve.allow_unauthenticated:
             raise ConfigError(
-                f"host {host} would let other machines in, and there is no key",
+                f"host {host} would let other machines in, and no key is set",
                 where="host",
-                fix=f"set {KEY_VARIABLE} or api_key_file, keep host: 127.0.0.1, or say allow_unauthenticated: True",
+                fix=f"set {KEY_VARIABLE} or api_key_file, keep host: 127.0.0.1, or set allow_unauthenticated: True",
             )
         warn(f"anybody who reaches {host}:{cfg.serve.port} can use this server: there is no key")
 

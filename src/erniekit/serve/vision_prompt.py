@@ -50,14 +50,14 @@ class VisionChat:
 # What to do, by the kind of a MediaError or BadRow.
 FIXES = {
     "animated": "send it as video_url, or one frame of it as PNG",
-    "bad_base64": "send data:image/png;base64, and the whole file in base64 behind it",
-    "bad_data_url": "send data:image/png;base64, and the whole file in base64 behind it",
+    "bad_base64": "send data:image/png;base64, followed by the whole file in base64",
+    "bad_data_url": "send data:image/png;base64, followed by the whole file in base64",
     "bad_media": "save it again, a picture as PNG and a video as MP4, and send that",
     "bad_picture": "send PNG, JPEG or WebP, whole; a video is a video_url",
     "bad_text": "send the text without these characters",
     "bad_video": "send the video whole, as MP4, WebM or MKV; a picture is an image_url",
     "decoder_died": "save it again, a picture as PNG and a video as MP4, and send that",
-    "empty_media": "send the content of the file in base64 behind the comma",
+    "empty_media": "send the content of the file in base64 after the comma",
     "frames": "send a longer video",
     "media_in_answer": "put the picture or video into a message of the user",
     "role_order": "let the last message be the user's",
@@ -98,7 +98,9 @@ def check_parts(messages: Sequence[Any], name: str, settings: VisionSettings | N
         for k, part in enumerate(message.content if isinstance(message.content, list) else ()):
             kind, where = KINDS.get(part["type"]), f"messages[{i}].content[{k}]"
             if kind is None:
-                if part["type"] != "text" or part.get("text") is None:
+                if part["type"] == "text" and part.get("text") is None:
+                    raise RequestError(400, f"{where}.text is missing", param=f"{where}.text")
+                if part["type"] != "text":
                     takes = "text" if settings is None else "text, image_url and video_url"
                     raise RequestError(
                         400, f"a message part of type {part['type']!r} is not supported: this model takes {takes}",
@@ -112,7 +114,7 @@ def check_parts(messages: Sequence[Any], name: str, settings: VisionSettings | N
         most = settings.most.get(kind, MOST[kind])
         if count > most:
             raise media_error(
-                f"the request has {count} {kind}s; {most} are the most",
+                f"the request has {count} {kind}s; the limit is {most}",
                 "messages",
                 f"send fewer, or start the server with limit_mm_per_prompt={{{kind}: {count}}}",
             )

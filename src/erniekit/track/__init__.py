@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def _problem(name: str, made: Any) -> str:
     """What is wrong with a tracker that an installed package brings."""
-    return "" if isinstance(made, type) and issubclass(made, Tracker) else "is no subclass of erniekit.Tracker"
+    return "" if isinstance(made, type) and issubclass(made, Tracker) else "is not a subclass of erniekit.Tracker"
 
 
 TRACKERS = Registry(

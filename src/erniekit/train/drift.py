@@ -118,7 +118,7 @@ class ReplicaDrift(Hook):
         raise ReplicasDiffer(
             f"step {step}: replicas no longer hold the same weights: {'; '.join(sorted({text for text, _ in found}))}",
             where="; ".join(sorted({what for _, what in found})),
-            fix="test memory and links of that machine; the same command goes on from the last checkpoint",
+            fix="test memory and links of that machine; the same command resumes from the last checkpoint",
         )
 
     def _fingerprints(self) -> dict[str, dict[str, int]]:

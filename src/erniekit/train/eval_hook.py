@@ -108,7 +108,7 @@ class EvalHook(Hook):
         if rule.metric not in self.last:
             near = nearest(rule.metric, list(self.last))
             raise ConfigError(
-                f"metric_for_best_model is {rule.metric}; the evaluation told {', '.join(self.last)}",
+                f"metric_for_best_model is {rule.metric}; the evaluation reports {', '.join(self.last)}",
                 where="metric_for_best_model",
                 fix=f"did you mean {near[0]}?" if near else "use one of those",
             )

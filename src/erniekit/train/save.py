@@ -204,7 +204,7 @@ def _check_finite(step: int, name: str, tensor: torch.Tensor) -> None:
     if tensor.numel() and not all(bool(end.isfinite()) for end in tensor.aminmax()):
         raise CheckpointError(
             f"checkpoint-{step} was not written: {name} holds values that are not numbers",
-            fix="the same command goes on from the checkpoint before; lower learning_rate, or test the memory",
+            fix="the same command resumes from the checkpoint before; lower learning_rate, or test the memory",
         )
 
 

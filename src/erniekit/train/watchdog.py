@@ -178,11 +178,11 @@ class Watchdog(Hook):
                 say(f"{headline(self.rank, beat, silence)}: ending with code {EXIT_CODE}, for a restart")
                 os._exit(EXIT_CODE)
             elif state == "back":
-                say(f"rank {self.rank} goes on: step {beat.step}, phase {beat.phase}")
+                say(f"rank {self.rank} continues: step {beat.step}, phase {beat.phase}")
             code = self._monitor.poll() if self._monitor is not None and not monitor_ended else None
             if code is not None and not self._stop.is_set():
                 monitor_ended = True
-                say(f"the monitor process of rank {self.rank} ended ({code}); the thread watches alone")
+                say(f"the monitor process of rank {self.rank} ended ({code}); only the thread watches")
 
     def _report(self, beat: Beat, silence: float, thread: int) -> None:
         path, head = self.folder / report_name(self.rank, beat.step), headline(self.rank, beat, silence)

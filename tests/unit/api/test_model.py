@@ -107,7 +107,7 @@ def test_a_model_is_also_the_pair_of_its_module_and_tokenizer(model: erniekit.Mo
 @pytest.mark.parametrize(
     ("prompt", "settings", "why"),
     [
-        (["a", 3], {}, "a message is no mapping"),
+        (["a", 3], {}, "a message is not a mapping"),
         ([], {}, "without content"),
         ([{"role": "user", "content": [{"type": "image"}]}], {}, "is list, not text"),
         ([{"content": "no role"}], {}, "message 1"),
@@ -117,7 +117,7 @@ def test_a_model_is_also_the_pair_of_its_module_and_tokenizer(model: erniekit.Mo
         ("a", {"top_p": "high"}, "top_p"),
         ("a", {"max_new_tokens": 0}, "max_new_tokens"),
         (TALK, {"max_tokens": 3}, "did you mean max_new_tokens?"),
-        ([True], {}, "no mapping"),
+        ([True], {}, "not a mapping"),
     ],
 )
 def test_what_is_no_prompt_or_setting_is_refused_by_name(model: erniekit.Model, prompt, settings, why: str) -> None:

@@ -225,7 +225,7 @@ def test_what_is_no_model_or_tracker_is_refused_by_its_package(site: Path) -> No
     install(site, "odd-kit", {"models": "moon2 = moon:SPEC", "trackers": "fun = moon:half"}, moon=MOON)
     with pytest.raises(ConfigError, match=r"odd-kit 1.0 names itself 'moon'"):
         MODELS.get("moon2")
-    with pytest.raises(ConfigError, match=r"odd-kit 1.0 is no subclass of erniekit.Tracker"):
+    with pytest.raises(ConfigError, match=r"odd-kit 1.0 is not a subclass of erniekit.Tracker"):
         TRACKERS.get("fun")
 
 

@@ -151,13 +151,13 @@ def test_a_loss_or_a_callback_that_cannot_be_one_is_refused_before_anything_is_w
             erniekit.train(**keys, loss=loss)
     with pytest.raises(ConfigError, match="stage: DPO has a loss of its own"):
         erniekit.train(**keys, loss=smoothed, stage="DPO")
-    with ThreadPoolExecutor() as pool, pytest.raises(ConfigError, match="only the main thread hears"):
+    with ThreadPoolExecutor() as pool, pytest.raises(ConfigError, match="only the main thread receives"):
         pool.submit(erniekit.train, **keys).result()
-    with pytest.raises(ConfigError, match="the class Watch is no callback"):
+    with pytest.raises(ConfigError, match="the class Watch is not a callback"):
         erniekit.train(**keys, callbacks=[Watch])
     with pytest.raises(ConfigError, match="both name rows"):
         erniekit.train(**keys, train_dataset_path="rows.jsonl")
-    with pytest.raises(ConfigError, match="is no recipe"):
+    with pytest.raises(ConfigError, match="is not a recipe"):
         erniekit.train("recipe.txt", **keys)
     with pytest.raises(ConfigError, match="the first argument is a list, where a recipe belongs"):
         erniekit.train(ROWS, **keys)

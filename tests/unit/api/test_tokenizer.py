@@ -78,7 +78,7 @@ def test_a_copy_in_another_process_is_the_same_tokenizer(pair: tuple[Any, Any]) 
         (lambda t: t(TEXTS, return_tensors="tf", padding=True), "'tf' is not known"),
         (lambda t: t(TEXTS, padding="widest"), "padding='widest'"),
         (lambda t: t("a", truncation=True), "max_length is None"),
-        (lambda t: t.apply_chat_template("Hello"), "no mapping with a role"),
+        (lambda t: t.apply_chat_template("Hello"), "not a mapping with role"),
     ],
 )
 def test_a_wrong_call_is_refused_with_the_way_out(pair: tuple[Any, Any], call: Any, why: str) -> None:

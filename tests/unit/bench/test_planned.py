@@ -66,7 +66,7 @@ def test_keys_over_a_workloads_own_and_layers_computed_again_are_planned() -> No
 def test_a_file_of_something_else_is_no_record(tmp_path: Path) -> None:
     file = tmp_path / "other.json"
     file.write_text("{}")
-    with pytest.raises(ValueError, match="no file of recorded runs"):
+    with pytest.raises(ValueError, match="not a file of recorded runs"):
         read_records(file)
 
 

@@ -136,7 +136,7 @@ def changed_config(folder: Path, **values: Any) -> None:
         ({"config_groups": {"a": {"targets": ["re:(a+)+$"], **WEIGHTS}}}, "is not read"),
         ({"config_groups": {"a": {"targets": ["re:.*.*.*.*x"], **WEIGHTS}}}, "is not read"),
         ({"config_groups": {"a": {"targets": ["re:("], **WEIGHTS}}}, "is not read"),
-        ({"config_groups": {"a": {"targets": ["re:.*nothing"], **WEIGHTS}}}, "no config_group of it is meant for"),
+        ({"config_groups": {"a": {"targets": ["re:.*nothing"], **WEIGHTS}}}, "no config_group covers"),
     ],
 )
 def test_a_config_of_another_kind_is_refused_by_name(plain: Path, tmp_path: Path, values: dict, words: str) -> None:
@@ -171,15 +171,15 @@ DOWN = "model.layers.0.mlp.down_proj"
 @pytest.mark.parametrize(
     ("preset", "part", "wrong", "words"),
     [
-        ("W4A16", "weight_packed", lambda t: t.flatten(), "is no matrix"),
+        ("W4A16", "weight_packed", lambda t: t.flatten(), "is not a matrix"),
         ("W4A16", "weight_packed", lambda t: t.float(), "weight_packed is float32, int32 belongs there"),
         ("W4A16", "weight_shape", lambda t: t[0], "weight_shape says"),
         ("W4A16", "weight_shape", lambda t: t.float(), "weight_shape is float32"),
         ("W4A16", "weight_scale", lambda t: t * torch.nan, "weight_scale holds NaN"),
-        ("W8A8", "weight", lambda t: t[None], "is no matrix"),
+        ("W8A8", "weight", lambda t: t[None], "is not a matrix"),
         ("W8A8", "weight_scale", lambda t: t.bool(), "weight_scale is bool"),
-        ("W8A8", "weight_scale", lambda t: None, "stored as int8, which is no weight by itself"),
-        ("FP8_DYNAMIC", "weight_scale", lambda t: None, "stored as float8_e4m3fn, which is no weight by itself"),
+        ("W8A8", "weight_scale", lambda t: None, "stored as int8, which is not a weight by itself"),
+        ("FP8_DYNAMIC", "weight_scale", lambda t: None, "stored as float8_e4m3fn, which is not a weight by itself"),
         ("MXFP4A16", "weight_scale", lambda t: t.float(), "weight_scale is float32, uint8 belongs there"),
     ],
 )

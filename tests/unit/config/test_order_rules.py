@@ -20,7 +20,7 @@ TWO = ["train_dataset_path=a.jsonl,b.jsonl", "do_train=True"]
         (["mix_schedule=5=1/1", "compat=erniekit"], "both decide the order of rows"),
         (["mix_schedule=5=1/1", "stage=PT"], "stage is PT"),
         (["curriculum=length", "stage=VL-SFT"], "stage is VL-SFT"),
-        (["mix_schedule=5:1/1"], "is no stage of a mixture"),
+        (["mix_schedule=5:1/1"], "is not a stage of a mixture"),
     ],
 )
 def test_what_cannot_be_ordered_is_refused(words: list[str], what: str) -> None:

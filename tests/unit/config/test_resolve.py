@@ -92,8 +92,8 @@ def test_what_fp8_implies_can_be_overruled():
     ("words", "what"),
     [
         (["compute_type=fp8", "use_fp8=True"], "static scales"),
-        (["compute_type=fp8", "fine_tuning=LoRA", "frozen_base=fp8"], "both say how the base multiplies"),
-        (["use_fp8=True", "fine_tuning=LoRA", "frozen_base=fp8"], "both say how the base multiplies"),
+        (["compute_type=fp8", "fine_tuning=LoRA", "frozen_base=fp8"], "both set how the base computes"),
+        (["use_fp8=True", "fine_tuning=LoRA", "frozen_base=fp8"], "both set how the base computes"),
         (["compute_type=fp8", "hadamard_block_size=48"], "no power of two"),
         (
             ["compute_type=fp8", "stage=DPO", "fine_tuning=Full", "ref_model_update_steps=5"],

@@ -66,7 +66,7 @@ def test_a_benchmark_neither_evaluates_nor_saves_on_the_way(words):
         ("eval", ["lora_path=a,b"], "eval takes one adapter"),
         ("server", ["lora_path=a,b"], "server takes one adapter"),
         ("split", [], "merges no adapters"),
-        ("export", [], "output_dir does not say where"),
+        ("export", [], "output_dir is missing: where"),
         ("export", ["lora_path=a,a", "output_dir=out"], "names an adapter twice"),
     ],
 )

@@ -26,7 +26,7 @@ def test_an_island_is_a_device_and_ranks_and_maybe_speed_and_memory() -> None:
 
 @pytest.mark.parametrize("word", ["gpu", "gpu:0", "gpu:8:0", "gpu:8:fast", "gpu:8:1:79", "gpu:8:1:79G:x", ":8"])
 def test_what_is_no_island_is_refused_with_the_form(word: str) -> None:
-    with pytest.raises(ConfigError, match="is no island") as error:
+    with pytest.raises(ConfigError, match="is not an island") as error:
         parse_islands((word,))
     assert "DEVICE:RANKS" in (error.value.fix or "")
 

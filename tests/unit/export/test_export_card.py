@@ -28,7 +28,7 @@ STORY: dict[str, Any] = {
         "train": [{"file": "/home/me/my|rows.jsonl", "rows": 1200, "bad": {"json": 3}, "tokens": 45678}],
         "eval": [],
     },
-    "metrics": {"train_loss": 0.1234567, "global_step": 30},
+    "metrics": {"train_loss": 0.1234567, "global_step": 30, "train_runtime": 12.5},
 }
 
 
@@ -48,14 +48,17 @@ def test_the_card_tells_base_licence_data_keys_metrics_and_no_private_path(train
     front = yaml.safe_load(card.split("---")[1])
     assert front == {"library_name": "transformers", "license": "apache-2.0", "tags": ["erniekit", "sft", "lora"]}
     for line in (
+        "# my-run",
         "- Base model: ERNIE-4.5-0.3B",
         "- Licence of the base: apache-2.0",
         "| my\\|rows.jsonl | train | 1,200 | 3 | 45,678 |",
         "| learning_rate | 0.0003 |",
         "| train_loss | 0.123457 |",
+        "| train_runtime (seconds) | 12.5 |",
         "erniekit chat export",
     ):
         assert line in card.splitlines()
+    assert model_card("mine", base, [trained]).splitlines()[6] == "# mine", "a name that somebody chose"
     assert "| use_dora | True |" in card, "a method that the run chose"
     assert "neftune_noise_alpha" not in card
     assert "loss_type" not in card, "a key of DPO"

@@ -90,7 +90,7 @@ def test_ranks_that_share_a_sequence_have_the_packed_kernels_of_one_rank(hopper:
     ("facts", "why"),
     [
         (ExpertFacts(CARD, torch.float32, 64, 32), "for bf16, not float32"),
-        (ExpertFacts(CARD, torch.bfloat16, 64, 36), "widths 64 and 36 are no multiples of 8"),
+        (ExpertFacts(CARD, torch.bfloat16, 64, 36), "widths 64 and 36 are not multiples of 8"),
         (ExpertFacts(CARD, torch.bfloat16, 64, 32, (8, 129)), "adapters of rank 129 are above 128"),
         (ExpertFacts(CPU, torch.bfloat16, 64, 32), "not on cpu"),
     ],

@@ -72,10 +72,10 @@ def test_on_one_machine_a_stray_rank_is_no_matter_and_the_port_is_free_unless_na
 @pytest.mark.parametrize(
     ("words", "env", "what"),
     [
-        ("--nnodes 2", {}, "a place to meet"),
+        ("--nnodes 2", {}, "a rendezvous address"),
         ("--nnodes 2 --rank 2 --master a:1", {}, "no such number"),
         ("--rank 1", {}, "no such number"),
-        ("--nnodes 2 --master a:port", {}, "no port"),
+        ("--nnodes 2 --master a:port", {}, "not a port"),
         ("", {"NNODES": "two"}, "NNODES is 'two'"),
     ],
 )
@@ -111,7 +111,7 @@ def test_the_launcher_words_of_the_seeds_are_understood(monkeypatch: pytest.Monk
 
 
 def test_a_script_behind_the_device_list_is_not_a_device() -> None:
-    with pytest.raises(ConfigError, match=r"train\.py' is no device"):
+    with pytest.raises(ConfigError, match=r"train\.py' is not a device"):
         choose_devices(load(["--gpus", "0,1", "examples/post-training/sft/train.py"]))
 
 

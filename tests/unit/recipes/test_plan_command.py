@@ -181,7 +181,7 @@ def test_a_written_recipe_that_was_edited_since_is_left_alone(
     ("words", "what"),
     [
         ([], "which cluster"),
-        (["--cluster", "8 cards"], "is no cluster"),
+        (["--cluster", "8 cards"], "is not a cluster"),
         (["--cluster", "2xA100", "--packs", "none"], "--packs"),
         (["--cluster", "2xA100", "--calibration", "nowhere.json"], "no file"),
         (["--cluster", "2xA100", "--write", "no/such/folder/x.yaml"], "no folder"),
@@ -363,7 +363,7 @@ def test_a_run_that_runs_out_of_memory_ends_with_what_was_planned(
     ("words", "said"),
     [
         (["stage=KTO", "reference_logps=cached"], "the pass over all rows before the first step"),
-        (["stage=RM", "fine_tuning=Full"], "data parallelism and sharding alone"),
+        (["stage=RM", "fine_tuning=Full"], "layouts of data parallelism and sharding"),
         (["stage=CLS"], "more than 2 classes"),
         (["fine_tuning=Full", "teacher_model_name_or_path=a"], "the teacher's weights"),
         (["eval_generate=2"], "answers that evaluations generate"),

@@ -53,7 +53,7 @@ def test_masters_of_weights_that_are_fp32_on_a_cpu_are_told_of(kind: str, monkey
 def test_ranks_that_share_a_cpu_are_told_that_the_key_does_nothing(monkeypatch, capsys) -> None:
     monkeypatch.setattr(run_plan, "pick", lambda *asked: cpu.make())
     memory = run_plan.open_device(load(["ranks_per_device=4"])).device.total_memory
-    told = "note     ranks_per_device: 4 (without effect: on a CPU nproc_per_node says it)"
+    told = "note     ranks_per_device: 4 (without effect: on a CPU nproc_per_node sets it)"
     assert told in capsys.readouterr().out.splitlines()
     assert memory == run_plan.open_device(load([])).device.total_memory
     assert "ranks_per_device" not in capsys.readouterr().out

@@ -37,10 +37,10 @@ COMMANDS = {"plan": ["--cluster", "4x24G"], "rehearse": [], "train": ["nproc_per
 ISLANDS = {
     "[gpu:2,acme:2]": "no device 'acme'",
     "[gpu:4]": "names one kind of device",
-    "[gpu:2,npu:0]": "'npu:0' is no island",
-    "[gpu:2,npu]": "'npu' is no island",
-    "[gpu:2:1:80,npu:2]": "is no island",  # a memory without its unit
-    "[gpu:2:1:0G,npu:2]": "is no island",
+    "[gpu:2,npu:0]": "'npu:0' is not an island",
+    "[gpu:2,npu]": "'npu' is not an island",
+    "[gpu:2:1:80,npu:2]": "is not an island",  # a memory without its unit
+    "[gpu:2:1:0G,npu:2]": "is not an island",
     "[gpu:1,npu:1,cpu:2]": "names 3 kinds of device, and pipeline_parallel_degree is 2",
     "[gpu:2,npu:1]": "ranks",  # 3 ranks where the layout has 4
 }

@@ -156,7 +156,7 @@ def test_a_server_without_a_list_of_models_is_asked_for_its_default(other):
 @pytest.mark.parametrize("page", [b"<html>hello</html>", b"[]", b'{"data": 3}', b'{"data": [{}]}'])
 def test_what_is_no_openai_server_is_told_from_one(other, page):
     other.models = (200, page)
-    with pytest.raises(NoAnswer, match="no OpenAI-compatible server"):
+    with pytest.raises(NoAnswer, match="not an OpenAI-compatible server"):
         other.client().choose_model()
 
 
@@ -225,7 +225,7 @@ def test_a_longest_answer_without_room_is_asked_again_without_that_limit(other, 
 @pytest.mark.parametrize(
     ("body", "what"),
     [
-        (events({"content": "so"}, end=b""), "the server broke off"),
+        (events({"content": "so"}, end=b""), "the server closed the connection"),
         (events({"content": "so"}, end=b'data: {"error": {"message": "it stops"}}\n\n'), "refused: it stops"),
         (b"data: {]\n\n", "no answer"),
     ],

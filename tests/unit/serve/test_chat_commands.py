@@ -104,7 +104,7 @@ def test_a_conversation_is_saved_as_a_row_and_never_over_a_file(live: Live, tmp_
         ("/file /no/such/file\n", "error: it cannot be read: No such file"),
         ("/file {tmp}\n", "error: "),
         ("/file {tmp}/empty\n", "error: it is empty"),
-        ("/file {tmp}/binary\n", "error: it is no text in UTF-8"),
+        ("/file {tmp}/binary\n", "error: it is not UTF-8 text"),
         ("/file {tmp}/large\n", "error: 1,048,577 bytes are too many"),
     ],
 )
@@ -130,3 +130,9 @@ def test_a_device_is_no_file() -> None:
 
     with pytest.raises(ErnieKitError):
         read_text_file("/dev/zero")
+
+
+def test_pasted_lines_are_a_message_whatever_they_begin_with() -> None:
+    for text in ("/file a.txt\nand more", "clear\nexit", "/exit now\n\nlater"):
+        assert command_in(text) is None
+    assert command_in("/exit\n") == ("/exit", "")

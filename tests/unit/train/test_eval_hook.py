@@ -65,6 +65,6 @@ def test_a_metric_the_evaluation_does_not_tell_stops_at_the_first_one() -> None:
     hook = EvalHook(
         lambda go_on: {"eval_loss": 1.0}, Trackers([], RunInfo(Path())), 1, BestRule("eval_los", patience=3)
     )
-    with pytest.raises(ConfigError, match="eval_los; the evaluation told eval_loss") as caught:
+    with pytest.raises(ConfigError, match="eval_los; the evaluation reports eval_loss") as caught:
         hook.on_end(trainer)
     assert caught.value.fix == "did you mean eval_loss?"

@@ -110,7 +110,7 @@ def test_a_silent_step_leaves_the_stacks_of_all_threads_and_goes_on(
         until(lambda: path.exists() and "last collectives" in path.read_text().partition("phase collective")[2])
         dog.beat(4)
         errors = ""
-        while "rank 3 goes on: step 5" not in errors:
+        while "rank 3 continues: step 5" not in errors:
             assert time.monotonic() < end, errors
             dog.progress()
             time.sleep(0.02)

@@ -11,13 +11,13 @@ _ALLOCATOR = "torch's allocator grows as needed; on Ascend PYTORCH_NPU_ALLOC_CON
 _LAUNCHER = "the launcher gives each process its own"
 # The first pattern that matches counts. Reason "": the variable is kept.
 _RULES: tuple[tuple[str, str], ...] = (
-    (r"PADDLE_XCCL_BACKEND", "the key device says it"),
+    (r"PADDLE_XCCL_BACKEND", "set by the key device"),
     (r"PADDLE_DISTRI_BACKEND", "the device has its own collective library"),
     (r"PADDLE_(TRAINER|PSERVER|ELASTIC|CURRENT|RANK|WORLD|NNODES|MASTER|GLOBAL|LOCAL).*", _LAUNCHER),
     (r"DISTRIBUTED_TRAINER_ENDPOINTS|FLAGS_START_PORT|FLAGS_selected_.*", _LAUNCHER),
     (r"FLAGS_(embedding|cudnn)_deterministic", "deterministic: True makes a whole run repeat bit for bit"),
     (r"FLAGS_allocator_strategy.*|FLAGS_use_auto_growth.*|FLAGS_fraction_of_gpu_memory.*", _ALLOCATOR),
-    (r"FLAGS_npu_jit_compile", "torch_npu compiles no operator while a run goes on"),
+    (r"FLAGS_npu_jit_compile", "torch_npu compiles no operator during a run"),
     (r"FLAGS_enable_ixdnn_attn", "attention is picked by device, see the key attention"),
     (r"FLAGS_.*|PADDLE_.*", "read by Paddle alone"),
     (r"GLOG_.*", "read by Paddle alone"),
@@ -43,4 +43,4 @@ def fate(name: str) -> tuple[bool, str]:
     for pattern, reason in _RULES:
         if re.fullmatch(pattern, name):
             return False, reason
-    return True, "" if _KEPT.fullmatch(name) else "kept as it is: nothing here knows it"
+    return True, "" if _KEPT.fullmatch(name) else "kept as it is: not used here"

@@ -91,7 +91,7 @@ def _put(sources: Sources, entry: WrittenKey) -> Iterator[Remark]:
     if (name in KEYS and KEYS[name].secret) or entry.secret:
         yield Remark("dropped", entry.place, written, "a secret has no place in a recipe; set it in the environment")
     elif name in KEYS and entry.open:
-        why = f"its value is known only when the script runs; give it behind the recipe: {name}=VALUE"
+        why = f"its value is known only when the script runs; give it after the recipe: {name}=VALUE"
         yield Remark("no counterpart", entry.place, what, why)
     elif name in KEYS:
         before = sources.given.get(name)
@@ -154,7 +154,7 @@ def _precision(out: MigratedKeys) -> None:
             why = "" if name == "bf16" else "fp16 training is not in this version, and bf16 needs no loss scale"
             _renamed(out, name, "compute_type", "bf16", why)
         elif name in out.values:
-            _dropped(out, name, "compute_type says it")
+            _dropped(out, name, "compute_type sets it")
     if "compute_type" in out.values:
         _dropped(out, "scale_loss", "bf16 needs no loss scale")
 

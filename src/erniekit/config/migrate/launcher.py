@@ -33,8 +33,8 @@ OTHERS = {
     "job_id": "one launch at a time meets at master",
     "run_mode": "ranks are all alike",
     "log_level": "ranks log into log_dir",
-    "max_restart": "max_restarts says how often a crashed run starts again (3)",
-    "elastic_level": "max_restarts says how often a crashed run starts again (3)",
+    "max_restart": "max_restarts sets how often a crashed run starts again (3)",
+    "elastic_level": "max_restarts sets how often a crashed run starts again (3)",
     "elastic_timeout": "join_timeout_s is the wait for the other machines",
     "start_port": "ports are found by themselves",
 }

@@ -26,7 +26,7 @@ from erniekit.files import refuse_special
 MAX_BYTES = 200_000  # a launch script is a few kilobytes
 # Commands of a script that have nothing to do with the run, and why each is left out.
 ASIDE = {
-    "rm": "nothing is deleted for you: a run goes on in its output_dir or refuses a folder that is not its own",
+    "rm": "nothing is deleted for you: a run resumes in its output_dir or refuses a folder that is not its own",
     "mkdir": "folders are made as needed",
     "tee": "the log is in output_dir and log_dir",
     "wget": "a download; fetch the file yourself",
@@ -92,7 +92,7 @@ def _text(name: str) -> str:
         fix = "give a launch script (.sh), or a .yaml or .json recipe"
         raise ConfigError(f"cannot read {name}: {why}", where=name, fix=fix) from None
     if len(raw) > MAX_BYTES or b"\0" in raw:
-        raise ConfigError(f"{name} is no script", where=name, fix="give a launch script (.sh), or a .yaml or .json")
+        raise ConfigError(f"{name} is not a script", where=name, fix="give a launch script (.sh), or a .yaml or .json")
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as e:
@@ -201,7 +201,7 @@ def _environment(run: MigratedRun, env: dict[str, ShellWord], name: str, secrets
         if variable == "PADDLE_XCCL_BACKEND" and "device" not in run.values and not word.open:
             run.values["device"] = word.text
             run.places["device"] = place
-            yield Remark("added", place, f"device: {word.text}", f"{variable} says it")
+            yield Remark("added", place, f"device: {word.text}", f"from {variable}")
 
 
 def _entries(launch: Launch, name: str) -> Iterator[WrittenKey]:

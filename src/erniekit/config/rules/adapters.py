@@ -42,5 +42,5 @@ def pissa_starts_new_adapters(run: View) -> Iterator[Note]:
         raise ConfigError(
             "lora_init: pissa makes new adapters from the weights, and lora_path names some to start from",
             where=f"{run.origin('lora_init')} and {run.origin('lora_path')}",
-            fix="leave one of them out: an adapter that PiSSA began goes on as plain LoRA of twice the rank",
+            fix="leave one of them out: an adapter started with PiSSA continues as plain LoRA of twice the rank",
         )

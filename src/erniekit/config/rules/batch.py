@@ -30,7 +30,7 @@ def _files_agree(run: View, side: str) -> Iterator[Note]:
             raise ConfigError(
                 f"{name} has {len(run[name])} entries for {count} files",
                 where=run.origin(name),
-                fix="one entry per file, in the same order; one entry alone counts for all",
+                fix="one entry per file, in the same order; a single entry applies to all",
             )
     if not run[kind]:
         yield from run.set(kind, ("auto",) * count, "detected from each file", quiet=True)

@@ -40,7 +40,7 @@ def compute_type_decides_the_base(run: View) -> Iterator[Note]:
     if run.given("frozen_base") and run["frozen_base"] != base:
         given = run["frozen_base"]
         raise ConfigError(
-            f"compute_type: {kind} and frozen_base: {given} both say how frozen weights are kept, and differ",
+            f"compute_type: {kind} and frozen_base: {given} both set how frozen weights are stored, and differ",
             where=f"{run.origin(asked)} and {run.origin('frozen_base')}",
             fix=f"compute_type: bf16 with frozen_base: {given}, or leave frozen_base out",
         )

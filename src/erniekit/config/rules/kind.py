@@ -142,8 +142,8 @@ def fp8_is_asked_for_once(run: View) -> Iterator[Note]:
         )
     if (static or blocks) and run["fine_tuning"] == "LoRA" and run["frozen_base"] != "bf16":
         raise ConfigError(
-            f"{'compute_type: fp8' if static else 'use_fp8'} and frozen_base: {run['frozen_base']} both say how the "
-            "base multiplies",
+            f"{'compute_type: fp8' if static else 'use_fp8'} and frozen_base: {run['frozen_base']} both set how the "
+            "base computes",
             where=f"{run.origin('compute_type' if static else 'use_fp8')} and {run.origin('frozen_base')}",
             fix="frozen_base: bf16, or compute_type: bf16 for a faster base whose scales are not trained for",
         )

@@ -136,7 +136,7 @@ def all_options_are_two(run: View) -> Iterator[Note]:
     if "enable_all_options" in run[name]:
         words = [*run[name], "skip_save_model_weight", "master_weight_compatible"]
         kept = tuple(word for word in dict.fromkeys(words) if word != "enable_all_options")
-        yield from run.set(name, kept, "what enable_all_options stands for")
+        yield from run.set(name, kept, "what enable_all_options sets")
 
 
 def quantised_states_can_be_disabled(run: View) -> Iterator[Note]:

@@ -41,7 +41,7 @@ def adapters_go_where_the_command_takes_them(run: View) -> tuple[Note, ...]:
     elif command == "quantize":
         what, fix = "quantize takes a whole model and merges no adapters", f"{_MERGE}, and quantize DEST"
     elif command == "export" and not run.given("output_dir"):
-        what, fix = "output_dir does not say where base + lora_path goes", _MERGE
+        what, fix = "output_dir is missing: where base + lora_path is written", _MERGE
     elif len(set(adapters)) < len(adapters):
         what, fix = "lora_path names an adapter twice", "name each once"
     elif len(adapters) > 1 and (trains or command in ("chat", "server", "eval")):

@@ -59,7 +59,7 @@ class CheckpointSection:
     ignore_save_lr_and_optim: bool = key(False, "Save only the weights: smaller, cannot resume exactly.")
     unified_checkpoint_config: tuple[str, ...] = key(
         (),
-        "async_save writes while training goes on. remove_master_weight leaves out the fp32 weights; "
+        "async_save writes while training continues. remove_master_weight leaves out the fp32 weights; "
         "master_weight_compatible restores missing ones from the 16-bit weights: neither resumes bit for bit.",
         choices=("async_save", "remove_master_weight", "master_weight_compatible", "enable_all_options"),
         idle=IGNORED_WORDS["unified_checkpoint_config"],

@@ -11,8 +11,8 @@ from erniekit.config.field import key
 class DistillSection:
     teacher_model_name_or_path: str | None = key(
         None,
-        "SFT: a model folder or hub id whose probabilities over the whole vocabulary are learnt beside the data; it "
-        "must have the same vocabulary.",
+        "SFT: a model folder or hub id whose probabilities over the whole vocabulary are learnt in addition to the "
+        "data; it must have the same vocabulary.",
         path="model",
         fixed=True,
     )
@@ -24,8 +24,8 @@ class DistillSection:
     )
     distill_kl: str = key(
         "forward",
-        "forward: KL(teacher, student), covers all that the teacher says; reverse: KL(student, teacher), keeps to what "
-        "the teacher is sure of.",
+        "forward: KL(teacher, student), covers everything the teacher finds likely; reverse: KL(student, teacher), "
+        "concentrates on what the teacher is sure of.",
         choices=("forward", "reverse"),
         fixed=True,
     )

@@ -13,7 +13,7 @@ GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "mxfp4")
 @dataclass(frozen=True)
 class ExportSection:
     max_shard_size: int = key(5, "Maximum size of a weight file, in GB.", low=1, basic=True)
-    copy_tokenizer: bool = key(True, "Copy the tokenizer beside the weights.", basic=True)
+    copy_tokenizer: bool = key(True, "Copy the tokenizer next to the weights.", basic=True)
     merge_grid: str = key(
         BF16,
         "Merge the adapter into weights quantised as this frozen_base and round the sum to the same grid; reports how "

@@ -74,15 +74,15 @@ class OptimSection:
     use_lowprecision_moment: bool = key(False, "ERNIEKit's name for optim_states: bf16.", fixed=True)
     master_weights: str = key(
         "fp32",
-        "Behind 16-bit weights: an fp32 copy (4 bytes), exact16 (2: the 16 bits that the weight lacks of it; nothing "
-        "is lost) or none (0: the weight alone, rounded up or down by chance).",
+        "Master copy of 16-bit weights: fp32 (4 bytes per weight), exact16 (2 bytes: the 16 bits missing from the "
+        "weight, lossless) or none (0 bytes: the weight itself is updated with stochastic rounding).",
         choices=("fp32", "exact16", "none"),
         fixed=True,
     )
     update_in_backward: bool = key(
         False,
-        "Update each weight as soon as its gradient is complete and let that go: 2 bytes a weight less. On one device, "
-        "with gradient_accumulation_steps 1, and clipped as grad_clip says.",
+        "Update each weight as soon as its gradient is complete, then free the gradient: saves 2 bytes per weight. One "
+        "device, gradient_accumulation_steps 1; grad_clip sets how gradients are clipped.",
         fixed=True,
     )
     grad_clip: str = key(

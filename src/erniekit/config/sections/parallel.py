@@ -38,7 +38,7 @@ class ParallelSection:
     )
     sharding_parallel_degree: int = key(
         1,
-        "Devices that share one copy; -1, or `sharding` alone = all that the other degrees leave. Lower it to the "
+        "Devices that share one copy; -1, or only `sharding` = all that the other degrees leave. Lower it to the "
         "devices of one machine if the network between machines is slow.",
         also=("sharding_degree",),
         low=-1,

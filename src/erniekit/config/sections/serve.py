@@ -47,7 +47,9 @@ class ServeSection:
     served_model_name: str | None = key(
         None, "Model name for clients; default: the folder's name. In chat: which of a server's models."
     )
-    lora_modules: tuple[str, ...] = key((), "Adapters to serve beside their base: name=DIR.", commas=True, path="named")
+    lora_modules: tuple[str, ...] = key(
+        (), "Adapters to serve next to their base: name=DIR.", commas=True, path="named"
+    )
     lora_dirs: tuple[str, ...] = key(
         (),
         "Folders below which /v1/load_lora_adapter may read adapters while the server runs; none: it is refused.",
@@ -71,7 +73,7 @@ class ServeSection:
     block_size: int = key(64, "Tokens per KV-cache block.", low=1)
     kv_cache_ratio: float = key(0.75, "Share of the cache for prompts (fastdeploy).", low=0, high=1)
     enable_prompt_tokens_details: bool = key(
-        False, "Report cached prompt tokens in usage; this reveals what others have asked."
+        True, "Report in usage how many prompt tokens the prefix cache had. Requests with a cache_salt share nothing."
     )
     decoding: str = key(
         "auto",

@@ -75,7 +75,7 @@ class VisionSection:
     )
     video_positions: str = key(
         "erniekit",
-        "Where text goes on behind a video: behind its largest position (ERNIEKit, vLLM), or behind its longer side "
+        "Position of the text after a video: after its largest position (ERNIEKit, vLLM), or after its longer side "
         "(transformers).",
         choices=("erniekit", "transformers"),
         fixed=True,

@@ -7,6 +7,7 @@ ALIGNMENT bytes.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -109,6 +110,7 @@ class GgufTensors:
     def __init__(self, path: Path, header: int, tensors: Sequence[StoredTensor]) -> None:
         """header: its size in bytes."""
         self._file = path.open("rb")
+        weakref.finalize(self, self._file.close)
         self._at: dict[str, tuple[StoredTensor, int]] = {}
         offset = header + -header % ALIGNMENT
         for tensor in tensors:
@@ -138,9 +140,6 @@ class GgufTensors:
         self._file.readinto(out)
         heartbeat.beat()
         return out
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def _pieces(weights: torch.Tensor) -> Iterator[torch.Tensor]:

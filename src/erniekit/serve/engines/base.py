@@ -122,6 +122,10 @@ class QueueFull(Exception):
     """Too many sequences wait; later there will be room."""
 
 
+class ModelRemoved(Exception):
+    """No more sequences are accepted for this model."""
+
+
 class TokenStream:
     """The events of one request's jobs, each with its job's number; every job ends in a Done.
 
@@ -161,7 +165,7 @@ class Load:
 
 class InferenceEngine(Protocol):
     def submit(self, *jobs: GenerationJob) -> TokenStream:
-        """In the event loop, in the task of the request. Raises QueueFull."""
+        """In the event loop, in the task of the request. Raises QueueFull and ModelRemoved."""
 
     def cancel(self, stream: TokenStream, number: int | None = None) -> None:
         """Stop one job or all before the next step and free their places; no more events come. Harmless when done."""

@@ -26,6 +26,7 @@ from erniekit.serve.engines.base import (
     Done,
     GenerationJob,
     Load,
+    ModelRemoved,
     QueueFull,
     SamplingParams,
     Token,
@@ -69,6 +70,7 @@ class EmbeddedEngine(SequenceScheduler):
         self.device = self.plain.device
         self.recorded = self._recordable()
         self._changes = ModelChanges()
+        self._accepted = set(models)  # models that sequences may be submitted for
         self._streams: dict[TokenStream, list[RunningSequence]] = {}
         self._lock = threading.Condition()
         self._stopping: str | None = None
@@ -95,17 +97,20 @@ class EmbeddedEngine(SequenceScheduler):
     def remove_model(self, name: str) -> None:
         """Its sequences end as they would; none may be submitted any more."""
         with self._lock:
+            self._accepted.discard(name)
             self._changes.going.add(name)
             self._lock.notify()
 
     def submit(self, *jobs: GenerationJob) -> TokenStream:
-        assert all(job.model in self.models and 0 < len(job.prompt) < self.limits.length for job in jobs)
+        assert all(0 < len(job.prompt) < self.limits.length for job in jobs)
         stream = TokenStream(jobs, CLIENT.get())
         runs = sequences_of(stream, asyncio.get_running_loop())
         with self._lock:
             if self._stopping is not None:
                 put([(stream, k, Done("error", self._stopping)) for k in range(len(jobs))])
                 return stream
+            if any(job.model not in self._accepted for job in jobs):
+                raise ModelRemoved
             if not self._waiting.accepts(stream, self._running, self.limits.sequences):
                 raise QueueFull
             self._waiting.add(runs)
@@ -212,6 +217,8 @@ class EmbeddedEngine(SequenceScheduler):
         if self.recorded is not None:
             for run in self._running:
                 self.recorded.join(run)
+        with self._lock:
+            self._accepted.update(name for name, _, _ in coming if name not in self._changes.going)
         for _, _, done in coming:
             done.set_result(None)
         return events

@@ -166,7 +166,7 @@ class EngineProcess:
             raise DeviceError(
                 f"{self.name} ended by itself with exit code {process.returncode}",
                 where=self.last[-1] if self.last else self.name,
-                fix="its own log above says why",
+                fix="see its log above",
             )
         say("stopped")
         return 0

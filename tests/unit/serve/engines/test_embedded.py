@@ -13,7 +13,7 @@ import torch
 
 from erniekit.api_load import Found
 from erniekit.lora.merge import fold
-from erniekit.serve.engines.base import Done, GenerationJob, QueueFull
+from erniekit.serve.engines.base import Done, GenerationJob, ModelRemoved, QueueFull
 from erniekit.serve.engines.embedded import EmbeddedEngine, EngineLimits
 from erniekit.serve.engines.paged import PagedCache
 from erniekit.serve.generate import Generator, Sampling
@@ -291,3 +291,27 @@ def test_an_answer_ends_at_a_stop_token_and_at_the_end_of_the_context(small: Fou
     assert answers(engine, [job([3, 4, 5], stop=[generated[4]])])[0] == generated[: generated.index(generated[4])]
     assert answers(engine, [job([3, 4, 5], stop=[generated[0]], ignore_stop=True, max_tokens=5)])[0] == generated[:5]
     assert len(answers(engine, [job([3] * 60, max_tokens=1000)])[0]) == LENGTH - 60
+
+
+def test_no_sequence_begins_with_a_model_that_was_removed_and_those_that_run_end(small: Found):
+    base = small.build()
+    engine = engine_of({"m": base, "other": with_adapter(base, small)})
+    go_on = hold(engine.models["other"], 0)
+
+    async def go() -> list[int]:
+        running = asyncio.ensure_future(listen(engine, job([7, 8], model="other")))
+        while not engine.load().running:
+            await asyncio.sleep(0.001)
+        engine.remove_model("other")
+        with pytest.raises(ModelRemoved):
+            engine.submit(job([7, 8], model="other"))
+        go_on.set()
+        return (await running)[0]
+
+    try:
+        assert asyncio.run(go()) == alone(small.build(), [7, 8])
+        until(lambda: list(engine.models) == ["m"], PATIENCE_S)
+        with pytest.raises(ModelRemoved):
+            asyncio.run(listen(engine, job([7, 8], model="other")))
+    finally:
+        engine.stop()
