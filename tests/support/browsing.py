@@ -15,6 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from erniekit.webui.translations import translate
+
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
@@ -94,15 +96,20 @@ def chromium(width: int = 1440, height: int = 900) -> Iterator[Any]:
 class Hands:
     """What a person does on the page. Fields are named as their keys are: `train-learning_rate`."""
 
-    def __init__(self, context: Any, url: str) -> None:
-        self.page = context.new_page()
+    def __init__(self, context: Any, url: str, lang: str = "en") -> None:
+        self.page, self.lang = context.new_page(), lang
         self.asked: list[str] = []
         self.faults: list[str] = []
         self.page.on("request", lambda request: self.asked.append(request.url))
         self.page.on("pageerror", lambda error: self.faults.append(str(error)))
         self.page.on("dialog", lambda dialog: dialog.accept())
-        self.page.goto(url)
+        self.page.goto(f"{url}&lang={lang}")
         self.page.wait_for_selector("#train-problems li, #train-problems .ek-good")
+        self.page.get_by_role("tab", name=self.word("tab.train"), exact=True).first.wait_for()
+
+    def word(self, key: str) -> str:
+        """What the page says for one of its texts, in the language it is read in."""
+        return translate(key, self.lang)
 
     def see(self, selector: str, seconds: float = PATIENCE_S) -> Any:
         found = self.page.locator(selector).first
@@ -153,6 +160,17 @@ class Hands:
         with self.page.expect_file_chooser() as chooser:
             self.press(button)
         chooser.value.set_files(str(path))
+
+    def download(self, button: str, path: Path) -> dict[str, Any]:
+        """A recipe that a button hands out, kept and read."""
+        import yaml
+
+        with self.page.expect_download() as download:
+            self.press(button)
+        download.value.save_as(path)
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        assert isinstance(found, dict)
+        return found
 
     def act(self, run: str, what: str) -> None:
         """A button beside a run in the list; `run` is its name, `what` is written on the button."""

@@ -16,6 +16,7 @@ from typing import Any
 from erniekit.config.field import PathKind
 from erniekit.config.flat import KEYS as DECLARED
 from erniekit.errors import ConfigError
+from erniekit.files.media_folders import FOLDERS_VARIABLE
 from erniekit.webui.contents import bases_named, file_lines, links_in, token_files
 
 MAX_LENGTH = 1024  # of a whole path: longer ones are no typed path
@@ -41,6 +42,11 @@ class Roots:
         self.folders = tuple(Path(os.path.realpath(Path(f).expanduser())) for f in folders or (Path.cwd(),))
         if missing := [str(f) for f in self.folders if not f.is_dir()]:
             raise ConfigError(f"{missing[0]} is no folder", where="root", fix="name folders that exist")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For processes that read files on behalf of the page: pictures that rows name must lie in the roots, too."""
+        return {FOLDERS_VARIABLE: os.pathsep.join(map(str, self.folders))}
 
     def with_folder(self, folder: str | Path) -> Roots:
         return Roots((*self.folders, folder))
@@ -104,11 +110,13 @@ class Roots:
     def _path(self, text: str, name: str) -> str:
         """A file or folder; links inside a folder are what the job would follow, so they must stay inside as well."""
         real = self.resolve(text, name)
-        links, whole = links_in(real)
+        links, whole = links_in(real, self.holds)
         self._check_links(links, name)
         if not whole and KINDS[name] != "out":
             raise PathError(
-                f"{name} holds more files than this page looks through", where=name, fix="name the folder of one model"
+                f"{name} holds more files than this page looks through",
+                where=name,
+                fix="name a folder with fewer files in it: that of one model, or the data files themselves",
             )
         return str(real)
 
@@ -125,7 +133,7 @@ class Roots:
         """A prefix, one of its files, or a folder of them; the files that would be opened must lie inside."""
         real = self.resolve(text, name)
         self._check_links(token_files(real), name)
-        self._check_links(links_in(real)[0], name)
+        self._check_links(links_in(real, self.holds)[0], name)
         return real
 
     def _prefixes(self, text: str, name: str) -> str:
@@ -172,11 +180,15 @@ class Roots:
     # ---- adapters
 
     def _check_bases(self, settled: Mapping[str, Any]) -> None:
-        """An adapter's config names the model below it, which is opened unless the recipe names one."""
+        """An adapter's config names the model below it, which is opened unless the recipe names one.
+
+        That of a teacher always is.
+        """
         model = str(settled.get("model_name_or_path") or "")
+        names = ["model_name_or_path", "lora_path", "lora_modules", "output_dir"]
         if model and not bases_named(Path(model)):  # a model by itself, or a hub id
-            return
-        for name in ("model_name_or_path", "lora_path", "lora_modules", "output_dir"):
+            names = []
+        for name in (*names, "teacher_model_name_or_path"):
             value = settled.get(name) or ()
             for text in [value] if isinstance(value, str) else value:
                 folder = str(text).partition("=")[2] if KINDS[name] == "named" else str(text)

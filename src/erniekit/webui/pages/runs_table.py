@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from html import escape
 from typing import Any
 
+from erniekit.loss_table import SCORE_KEYS
 from erniekit.track.units import duration, short
 from erniekit.webui.charts import empty
 from erniekit.webui.pages.job_monitor import pill
@@ -85,7 +86,7 @@ def _box(row: RunRow, chosen: bool, lang: str) -> str:
 
 def _actions(row: RunRow, lang: str) -> str:
     can = {
-        "chat": row.word == "train" and row.kind.weights and row.state != "running",
+        "chat": row.word == "train" and row.kind.weights and row.state != "running" and row.stage not in SCORE_KEYS,
         "merge": row.kind.adapter and row.kind.weights and row.state != "running",
         "resume": row.can_resume,
     }
