@@ -1,5 +1,5 @@
-"""All that a person does on the page, in a real Chromium and in either language: a run outlives its page, is stopped and
-resumed, evaluated, adapted with samples, asked, merged, split and compared; chat models leave memory with tab and page.
+"""All that a person does on the page, in a real Chromium and in either language: a run outlives its page, is stopped,
+resumed and evaluated, adapted with samples, asked, merged, split, compared; chat models leave memory with tab and page.
 
 `make test-full` keeps the pictures that the README shows, and those of every tab.
 """
@@ -52,6 +52,8 @@ def test_a_run_outlives_the_page_is_stopped_resumed_evaluated_adapted_asked_merg
     first = WebUI(folder)
     with chromium() as context:
         hands = Hands(context, first.url, lang)
+        pick_a_recipe(hands)
+        choose_stages(hands)
         start(hands)
         hands.page.close()
         again = Hands(context, first.url, lang)  # the page was closed; the run was not
@@ -79,6 +81,28 @@ def test_a_run_outlives_the_page_is_stopped_resumed_evaluated_adapted_asked_merg
     assert not memory_kib(server.pid), "the page has stopped, and its model is still in memory"
     assert not faults
     assert (folder / "output" / "style" / "export" / "config.json").is_file()
+
+
+def pick_a_recipe(hands: Hands) -> None:
+    hands.pick("train-recipe", "ERNIE-4.5-0.3B/sft/run_sft_lora_8k")
+    hands.until(lambda: "ERNIE-4.5-0.3B-Paddle" in hands.text("#train-yaml"), 150, "a shipped recipe in the form")
+    hands.press("train-clear")
+    hands.until(lambda: hands.text("#train-yaml").split()[-2:] == ["stage:", "SFT"], 60, "an empty form")
+
+
+def choose_stages(hands: Hands) -> None:
+    """A stage shows the keys it reads, and a row of its data."""
+    for stage, drawer, hidden, row in (
+        ("KTO", "preferences", "#train-teacher_model_name_or_path", "completion"),
+        ("CLS", "classes", "#train-fine_tuning", "label"),
+        ("SFT", "distill", "#train-class_labels", "messages"),
+    ):
+        hands.choose("train-stage", hands.word(f"stage.{stage.lower()}"))
+        hands.until(lambda row=row: row in hands.text("#train-stage-hint"), 60, "a row of the stage's data")  # type: ignore[misc]
+        hands.until(lambda stage=stage: f"stage: {stage}" in hands.text("#train-yaml"), 60, "the stage in the recipe")  # type: ignore[misc]
+        title = hands.word(f"train.drawer.{drawer}")
+        hands.page.get_by_role("button", name=re.compile(rf"^{title}\b")).first.wait_for()
+        assert not hands.page.locator(hidden).is_visible()
 
 
 def start(hands: Hands) -> None:
@@ -132,7 +156,7 @@ def evaluate(hands: Hands) -> None:
 
 
 def adapt(hands: Hands, tmp_path: Path, pictures: Path) -> None:
-    """A recipe from a file; an adapter on the run before; answers of its evaluations; the picture of a run as it goes."""
+    """A recipe from a file; an adapter on the run before, with samples of its answers; the picture of a running job."""
     path = tmp_path / "style.yaml"
     values = {
         "model_name_or_path": "output/long",

@@ -86,7 +86,8 @@ def chromium(width: int = 1440, height: int = 900) -> Iterator[Any]:
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
         try:
-            context = browser.new_context(viewport={"width": width, "height": height}, accept_downloads=True)
+            options = {"viewport": {"width": width, "height": height}, "reduced_motion": "reduce"}
+            context = browser.new_context(**options, accept_downloads=True)
             context.set_default_timeout(PATIENCE_S * 1000)
             yield context
         finally:
