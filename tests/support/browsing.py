@@ -175,17 +175,21 @@ class Hands:
 
     def act(self, run: str, what: str) -> None:
         """A button beside a run in the list; `run` is its name, `what` is written on the button."""
-        row = self.page.locator("#runs-table tr", has=self.page.locator(".ek-open", has_text=run)).first
-        row.get_by_role("button", name=what, exact=True).click()
+        self._row(run).get_by_role("button", name=what, exact=True).click()
 
     def tick(self, run: str) -> None:
-        row = self.page.locator("#runs-table tr", has=self.page.locator(".ek-open", has_text=run)).first
-        row.locator(".ek-check").click()
-        self.see(f"#runs-table tr:has-text('{run}') .ek-check[aria-checked=true]")
+        self._row(run).locator(".ek-check").click()
+        self._row(run).locator(".ek-check[aria-checked=true]").wait_for()
 
     def open(self, run: str) -> None:
-        self.page.locator("#runs-table .ek-open", has_text=run).first.click()
+        self._row(run).locator(".ek-open").click()
+        self._row(run, "tr.opened").wait_for()  # another one may have been open before
         self.see("#runs-status [data-state]")
+
+    def _row(self, run: str, kind: str = "tr") -> Any:
+        """Of the list of runs: the one with this name, or whose folder ends so."""
+        name = self.page.locator(".ek-open", has_text=re.compile(rf"(^|/){re.escape(run)}$"))
+        return self.page.locator(f"#runs-table {kind}", has=name).first
 
     def log_gap(self, watch: str = "train") -> int:
         """Pixels between what is seen of a log and its end."""
@@ -223,7 +227,7 @@ class Hands:
     def picture(self, path: Path, most_kb: int = 200) -> None:
         """A screenshot small enough to keep; fewer colours where it would not be."""
         self.page.mouse.move(0, 0)
-        self.page.evaluate("document.activeElement?.blur()")
+        self.page.evaluate("document.activeElement?.blur(); window.scrollTo(0, 0)")
         self.page.wait_for_timeout(300)
         self.page.screenshot(path=path)
         if path.stat().st_size > most_kb * 1000:

@@ -44,10 +44,12 @@ def runs_html(
 
 
 def run_name(row: RunRow, context: PageContext) -> str:
-    """The name a person gave; else the folder it writes to; else what it is and when it started."""
+    """The name a person gave; else the folder it works in, with its command unless it trains; else what it is, and when
+    it started."""
     own = row.is_job and (not row.output_dir or row.id in row.output_dir)
     started = time.strftime("%m-%d %H:%M", time.localtime(row.created))
-    return row.name or (f"{row.stage or row.word} {row.model} {started}" if own else context.shown(row.output_dir))
+    folder = context.shown(row.output_dir) if row.word == "train" else f"{row.word} {context.shown(row.output_dir)}"
+    return row.name or (f"{row.stage or row.word} {row.model} {started}" if own else folder)
 
 
 def differences_html(names: Mapping[str, str], differences: dict[str, dict[str, Any]], lang: str) -> str:
