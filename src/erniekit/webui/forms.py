@@ -263,6 +263,10 @@ def _alone(name: str, value: Any, roots: Roots | None) -> FormProblem | None:
         check_number(name, convert(KEYS[name], value, name))
         if roots is not None:
             roots.settle_one(name, value)
+            if gone := roots.missing(name, value):
+                return FormProblem(
+                    name, f"{name} does not exist: {_short(gone)}", "choose one of the list, or check the path"
+                )
     except ErnieKitError as error:
         return FormProblem(name, _short(error.what), error.fix)
     return None

@@ -90,11 +90,24 @@ class Roots:
         if kind == "numbers":
             words = str(value).replace(",", " ").split()
             return value if all(map(_is_number, words)) else str(self.resolve(str(value), name))
-        words = value.split(",") if isinstance(value, str) else list(value)
-        words = [str(word).strip() for word in words if str(word).strip()]
+        words = _words(value)
         if kind == "named":
             return [f"{label}={self._path(path, name)}" for label, path in (_halves(word, name) for word in words)]
         return [self._path(self._no_pattern(word, name), name) for word in words]
+
+    def missing(self, name: str, value: Any) -> str:
+        """The first file or folder of a key that would be read and is not there; empty where all are."""
+        kind = KINDS.get(name, "")
+        if kind not in ("one", "several", "model") or name == "resume_from_checkpoint" or value in (None, "", (), []):
+            return ""
+        words = [str(word) for word in ([value] if isinstance(value, str) and kind != "several" else _words(value))]
+        for word in words:
+            first = self.folders[0] / word.partition("/")[0]
+            if kind == "model" and self._is_hub_id(word, name) and not first.is_dir():
+                continue  # a hub id; with a folder of that name here it is a path that was mistyped
+            if not self.resolve(word, name).exists():
+                return word
+        return ""
 
     def _no_pattern(self, word: str, name: str) -> str:
         """A pattern may match links that lead out; a folder's links are looked at."""
@@ -220,6 +233,11 @@ def _check_text(text: str, key: str) -> None:
     too_long = len(os.fsencode(text)) > MAX_LENGTH or any(len(os.fsencode(p)) > MAX_NAME for p in text.split("/"))
     if too_long:
         raise PathError(f"{key} is longer than a path can be", where=key, fix=f"at most {MAX_LENGTH} bytes")
+
+
+def _words(value: Any) -> list[str]:
+    words = value.split(",") if isinstance(value, str) else list(value)
+    return [str(word).strip() for word in words if str(word).strip()]
 
 
 def _halves(word: str, key: str) -> tuple[str, str]:

@@ -201,6 +201,13 @@ TRANSLATIONS: dict[str, tuple[str, str]] = {
         "将 LoRA 合并进基座模型并验证结果：比较合并前后的 logits。"
         "训练输出目录中的 LoRA 合并到其 export 子目录；此处另选的 LoRA 合并到输出目录。",
     ),
+    "export.output_dir": ("Run", "训练结果"),
+    "export.output_dir.info": (
+        "Folder of the training run whose adapters are merged.",
+        "其 LoRA 要合并的训练输出目录。",
+    ),
+    "split.output_dir": ("Weights", "权重目录"),
+    "split.output_dir.info": ("Folder with the weights that are cut.", "要切分的权重所在目录。"),
     "split.start": ("Split", "切分"),
     "split.hint": ("Cuts a model's weights into files of a size.", "将模型权重切分为指定大小的文件。"),
 }
