@@ -49,7 +49,7 @@ def test_a_run_outlives_the_page_is_stopped_resumed_evaluated_adapted_asked_merg
     folder: Path, tmp_path: Path, lang: str
 ) -> None:
     pictures = kept_pictures(tmp_path) if lang == "en" else tmp_path
-    first = WebUI(folder)
+    first = WebUI(folder, f"lang={lang}")
     with chromium() as context:
         hands = Hands(context, first.url, lang)
         pick_a_recipe(hands)
@@ -62,7 +62,7 @@ def test_a_run_outlives_the_page_is_stopped_resumed_evaluated_adapted_asked_merg
         assert again.word("tile.left") in again.text("#train-status")
     first.close()  # nor when the page's program ends
 
-    second = WebUI(folder, "--runs", str(folder.parent / "others"))
+    second = WebUI(folder, f"lang={lang}", "--runs", str(folder.parent / "others"))
     try:
         with chromium() as context:
             hands = Hands(context, second.url, lang)

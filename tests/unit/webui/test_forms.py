@@ -140,7 +140,7 @@ def test_files_that_are_not_there_are_told_before_a_process_is_started(room: Pat
     assert told(model_name_or_path="baidu/ERNIE-4.5-0.3B-PT") == {}, "may be in the download cache"
     (room / "deep").mkdir()
     for key, value, named in (
-        ("model_name_or_path", "modle", "modle"),
+        ("model_name_or_path", "models", "models"),
         ("model_name_or_path", "deep/model", "deep/model"),
         ("train_dataset_path", ["data.jsonl", "dta.jsonl"], "dta.jsonl"),
         ("eval_dataset_path", "no.jsonl", "no.jsonl"),
