@@ -101,7 +101,7 @@ def choose_stages(hands: Hands) -> None:
         hands.until(lambda row=row: row in hands.text("#train-stage-hint"), 60, "a row of the stage's data")  # type: ignore[misc]
         hands.until(lambda stage=stage: f"stage: {stage}" in hands.text("#train-yaml"), 60, "the stage in the recipe")  # type: ignore[misc]
         title = hands.word(f"train.drawer.{drawer}")
-        hands.page.get_by_role("button", name=re.compile(rf"^{title}\b")).first.wait_for()
+        hands.page.get_by_role("button", name=re.compile(rf"^{title}(\W|$)")).first.wait_for()
         assert not hands.page.locator(hidden).is_visible()
 
 
