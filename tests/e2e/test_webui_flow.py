@@ -202,16 +202,20 @@ def ask(hands: Hands, pictures: Path) -> None:
     hands.see('#chat-status [data-ready="1"]', 120)
     hands.drawer(hands.word("chat.sampling"))
     hands.type("chat-temperature", "0")
-    for question in ("Who are you?", "你是谁？"):
-        said = hands.page.locator("#chat-window .bot").count()
-        hands.type("chat-message", question)
-        hands.press("chat-send")
-        hands.until(lambda said=said: hands.page.locator("#chat-window .bot").count() > said, 150, "an answer")  # type: ignore[misc]
+    ask_once(hands, "Who are you?")
     hands.until(lambda: "I am a tiny ERNIE" in hands.text("#chat-window"), 150, "what it was taught")
     hands.page.wait_for_timeout(500)
     hands.picture(pictures / "webui-chat.png")
+    ask_once(hands, "你是谁？")
     hands.press("chat-unload")
     hands.until(lambda: hands.word("chat.not_loaded") in hands.text("#chat-status"), 60, "an unloaded model")
+
+
+def ask_once(hands: Hands, question: str) -> None:
+    said = hands.page.locator("#chat-window .bot").count()
+    hands.type("chat-message", question)
+    hands.press("chat-send")
+    hands.until(lambda: hands.page.locator("#chat-window .bot").count() > said, 150, "an answer")
 
 
 def merge_and_split(hands: Hands) -> None:
