@@ -182,8 +182,14 @@ class Hands:
         self._row(run).locator(".ek-check[aria-checked=true]").wait_for()
 
     def open(self, run: str) -> None:
-        self._row(run).locator(".ek-open").click()
-        self._row(run, "tr.opened").wait_for()  # another one may have been open before
+        """Until it is the one that is open: a list that is drawn anew under the pointer has another run there."""
+
+        def opened() -> bool:
+            self._row(run).locator(".ek-open").click()
+            self.page.wait_for_timeout(3000)
+            return bool(self._row(run, "tr.opened").count())
+
+        self.until(opened, PATIENCE_S, f"{run} opened")
         self.see("#runs-status [data-state]")
 
     def _row(self, run: str, kind: str = "tr") -> Any:
