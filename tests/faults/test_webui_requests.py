@@ -227,6 +227,32 @@ def test_a_recipe_that_was_uploaded_is_still_taken(page: Served) -> None:
             assert "0.00321" in reply.text, reply.text
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.html", b"<script>alert(1)</script>"),
+        ("a.svg", b"<svg xmlns='http://www.w3.org/2000/svg'><script>alert(1)</script></svg>"),
+        ("a.xhtml", b"<html xmlns='http://www.w3.org/1999/xhtml'><script>alert(1)</script></html>"),
+        ("a.zip", b"PK"),
+        ("no-suffix", b"<script>alert(1)</script>"),
+        ("a.png", b"<script>alert(1)</script>"),
+        ("a.txt", b"<script>alert(1)</script>"),
+        ("../../../../a.html", b"<script>alert(1)</script>"),
+    ],
+)
+def test_an_upload_that_is_fetched_again_is_never_a_page_of_this_site(page: Served, name: str, content: bytes) -> None:
+    """Whatever gradio says of its kind, a browser runs no script of it: it is sandboxed, and not guessed at."""
+    (path,) = json.loads(page.guarded.upload(name, content).text)
+    assert Path(path).name == Path(name).name
+    answer = page.guarded.ask("GET", f"/gradio_api/file={path}")
+    told = {key.lower(): value for key, value in answer.headers.items()}
+    assert answer.status == 200
+    assert told["content-security-policy"].startswith("sandbox; default-src 'none'")
+    assert told["x-content-type-options"] == "nosniff"
+    assert "html" not in told["content-type"]
+    assert "xml" not in told["content-type"]
+
+
 def test_links_among_the_uploads_are_not_served(page: Served, secret: Path, listener: Listener) -> None:
     foreign(page, secret, listener.url)
     for name in ("link.yaml", "folder/link.yaml", "behind/secret.yaml"):

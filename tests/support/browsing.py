@@ -15,6 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from erniekit.webui.translations import translate
+
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
@@ -84,7 +86,8 @@ def chromium(width: int = 1440, height: int = 900) -> Iterator[Any]:
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
         try:
-            context = browser.new_context(viewport={"width": width, "height": height}, accept_downloads=True)
+            options = {"viewport": {"width": width, "height": height}, "reduced_motion": "reduce"}
+            context = browser.new_context(**options, accept_downloads=True)
             context.set_default_timeout(PATIENCE_S * 1000)
             yield context
         finally:
@@ -94,15 +97,20 @@ def chromium(width: int = 1440, height: int = 900) -> Iterator[Any]:
 class Hands:
     """What a person does on the page. Fields are named as their keys are: `train-learning_rate`."""
 
-    def __init__(self, context: Any, url: str) -> None:
-        self.page = context.new_page()
+    def __init__(self, context: Any, url: str, lang: str = "en") -> None:
+        self.page, self.lang = context.new_page(), lang
         self.asked: list[str] = []
         self.faults: list[str] = []
         self.page.on("request", lambda request: self.asked.append(request.url))
         self.page.on("pageerror", lambda error: self.faults.append(str(error)))
         self.page.on("dialog", lambda dialog: dialog.accept())
-        self.page.goto(url)
+        self.page.goto(f"{url}&lang={lang}")
         self.page.wait_for_selector("#train-problems li, #train-problems .ek-good")
+        self.page.get_by_role("tab", name=self.word("tab.train"), exact=True).first.wait_for()
+
+    def word(self, key: str) -> str:
+        """What the page says for one of its texts, in the language it is read in."""
+        return translate(key, self.lang)
 
     def see(self, selector: str, seconds: float = PATIENCE_S) -> Any:
         found = self.page.locator(selector).first
@@ -154,19 +162,40 @@ class Hands:
             self.press(button)
         chooser.value.set_files(str(path))
 
+    def download(self, button: str, path: Path) -> dict[str, Any]:
+        """A recipe that a button hands out, kept and read."""
+        import yaml
+
+        with self.page.expect_download() as download:
+            self.press(button)
+        download.value.save_as(path)
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        assert isinstance(found, dict)
+        return found
+
     def act(self, run: str, what: str) -> None:
         """A button beside a run in the list; `run` is its name, `what` is written on the button."""
-        row = self.page.locator("#runs-table tr", has=self.page.locator(".ek-open", has_text=run)).first
-        row.get_by_role("button", name=what, exact=True).click()
+        self._row(run).get_by_role("button", name=what, exact=True).click()
 
     def tick(self, run: str) -> None:
-        row = self.page.locator("#runs-table tr", has=self.page.locator(".ek-open", has_text=run)).first
-        row.locator(".ek-check").click()
-        self.see(f"#runs-table tr:has-text('{run}') .ek-check[aria-checked=true]")
+        self._row(run).locator(".ek-check").click()
+        self._row(run).locator(".ek-check[aria-checked=true]").wait_for()
 
     def open(self, run: str) -> None:
-        self.page.locator("#runs-table .ek-open", has_text=run).first.click()
+        """Until it is the one that is open: a list that is drawn anew under the pointer has another run there."""
+
+        def opened() -> bool:
+            self._row(run).locator(".ek-open").click()
+            self.page.wait_for_timeout(3000)
+            return bool(self._row(run, "tr.opened").count())
+
+        self.until(opened, PATIENCE_S, f"{run} opened")
         self.see("#runs-status [data-state]")
+
+    def _row(self, run: str, kind: str = "tr") -> Any:
+        """Of the list of runs: the one with this name, or whose folder ends so."""
+        name = self.page.locator(".ek-open", has_text=re.compile(rf"(^|/){re.escape(run)}$"))
+        return self.page.locator(f"#runs-table {kind}", has=name).first
 
     def log_gap(self, watch: str = "train") -> int:
         """Pixels between what is seen of a log and its end."""
@@ -204,7 +233,7 @@ class Hands:
     def picture(self, path: Path, most_kb: int = 200) -> None:
         """A screenshot small enough to keep; fewer colours where it would not be."""
         self.page.mouse.move(0, 0)
-        self.page.evaluate("document.activeElement?.blur()")
+        self.page.evaluate("document.activeElement?.blur(); window.scrollTo(0, 0)")
         self.page.wait_for_timeout(300)
         self.page.screenshot(path=path)
         if path.stat().st_size > most_kb * 1000:

@@ -124,7 +124,7 @@ def _grid(x: Scale, y: Scale) -> str:
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at}" y2="{at}"></line>')
         parts.append(f'<text x="{LEFT - 8}" y="{at}" dy="0.32em" text-anchor="end">{short(value)}</text>')
     for value in ticks(x.low, x.high, 5):
-        if value == int(value):  # half a step is no step
+        if value == int(value) and x(value) > LEFT + 10:  # half a step is no step; "step" stands at the left end
             at = f"{x(value):.1f}"
             parts.append(f'<text x="{at}" y="{HEIGHT - 8}" text-anchor="middle">{short(value)}</text>')
     parts.append(f'<text x="{LEFT - 8}" y="{HEIGHT - 8}" text-anchor="end">step</text>')

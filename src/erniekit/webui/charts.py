@@ -24,12 +24,12 @@ def _curve(metrics: Mapping[str, MetricSeries], name: str) -> Curve:
 
 
 def run_charts(
-    metrics: Mapping[str, MetricSeries], titles: Mapping[str, str], waiting: str, words: tuple[str, str],
+    metrics: Mapping[str, MetricSeries], titles: Mapping[str, str], waiting: str, words: tuple[str, str, str],
     step: str = "step",
 ) -> str:  # fmt: skip
     """One chart for each of `titles` the run has logged: loss (with the evaluation's), learning rate, speed.
 
-    `words`: what the mean and the single steps of a loss are called.
+    `words`: what the mean and the single steps of a loss are called, and that of the evaluations.
     """
     figures = []
     for name, title in titles.items():
@@ -39,7 +39,7 @@ def run_charts(
     return grid(figures, step) if figures else empty(waiting)
 
 
-def _of_metric(metrics: Mapping[str, MetricSeries], name: str, words: tuple[str, str]) -> list[Series]:
+def _of_metric(metrics: Mapping[str, MetricSeries], name: str, words: tuple[str, str, str]) -> list[Series]:
     drawn = _curve(metrics, name)
     series = []
     if name == "loss" and len(drawn) >= SMOOTH_FROM:
@@ -48,7 +48,7 @@ def _of_metric(metrics: Mapping[str, MetricSeries], name: str, words: tuple[str,
         series.append(Series(name, drawn))
     checked = _curve(metrics, f"eval_{name}")
     if len(checked):
-        series.append(Series(f"eval_{name}", checked, slot=2, markers=True))
+        series.append(Series(words[2], checked, slot=2, markers=True))
     return series
 
 

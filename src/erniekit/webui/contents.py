@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 from erniekit.errors import ConfigError
 
-DEPTH = 2  # folders below the one that is named: a run, its checkpoints, their parts
 MOST_ENTRIES = 20_000
 MAX_LIST = 1_000_000  # bytes
 MAX_LINES = 10_000
@@ -20,13 +21,17 @@ ADAPTER_CONFIGS = ("adapter_config.json", "lora_config.json")
 SUFFIXES = (".bin", ".idx", "_ids.npy", "_idx.npz")  # of token files
 
 
-def links_in(folder: Path) -> tuple[list[Path], bool]:
-    """The symlinks in a folder and the folders below it; False where it holds more than is looked at."""
+def links_in(folder: Path, inside: Callable[[Path], bool]) -> tuple[list[Path], bool]:
+    """The symlinks in a folder and all below it; False where it holds more than is looked at.
+
+    What lies behind a link to a folder that is `inside` is looked at as well: a job would follow it. Level by level, so
+    that of too large a folder the upper ones, which jobs write to, are seen.
+    """
     found: list[Path] = []
     left = MOST_ENTRIES
-    todo = [(folder, 0)]
+    todo, seen = deque([folder]), {os.path.realpath(folder)}
     while todo:
-        here, depth = todo.pop()
+        here = todo.popleft()
         try:
             with os.scandir(here) as entries:
                 for entry in entries:
@@ -35,8 +40,12 @@ def links_in(folder: Path) -> tuple[list[Path], bool]:
                         return found, False
                     if entry.is_symlink():
                         found.append(Path(entry.path))
-                    elif depth < DEPTH and entry.is_dir(follow_symlinks=False):
-                        todo.append((Path(entry.path), depth + 1))
+                    elif not entry.is_dir(follow_symlinks=False):
+                        continue
+                    real = os.path.realpath(entry.path)
+                    if real not in seen and (not entry.is_symlink() or (inside(Path(real)) and os.path.isdir(real))):
+                        seen.add(real)
+                        todo.append(Path(real))
         except OSError:  # a file, nothing yet, or nothing that the job could read either
             continue
     return found, True

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +16,8 @@ from erniekit.config.field import Key
 from erniekit.config.flat import DEFAULTS, KEYS, canonical
 from erniekit.errors import ConfigError, ErnieKitError
 from erniekit.webui.allowed import NEVER, check_number
+from erniekit.webui.form_pages import PAGES as _PAGES
+from erniekit.webui.form_pages import STAGES, UNSET, PageKeys
 from erniekit.webui.paths import KEYS as PATH_KEYS
 from erniekit.webui.paths import Roots
 
@@ -71,68 +73,7 @@ class FormProblem:
         return f"{self.what} ({self.fix})" if self.fix else self.what
 
 
-@dataclass(frozen=True)
-class _Page:
-    command: str
-    fixed: dict[str, Any]
-    needed: tuple[str, ...]
-    sections: tuple[str, ...] = ()  # every key of these
-    keys: tuple[str, ...] = ()  # and these; they are the basic ones where no section is named
-    defaults: dict[str, Any] = field(default_factory=dict)  # where the key's own would surprise
-
-
-# What stands for "not given" where a key's default would not: a folder of its own, all devices that share a copy.
-UNSET: dict[str, Any] = {"output_dir": "", "sharding_parallel_degree": -1}
-
-
-_TRAIN = (
-    "model", "data", "train", "lora", "tuning", "optim", "precision", "memory", "checkpoint", "tracking", "parallel",
-)  # fmt: skip
-_FOR_TRAIN = ("nproc_per_node", "devices", "max_restarts")
-_TRAIN_NEEDS = ("model_name_or_path", "train_dataset_path")
-_PAGES: dict[str, _Page] = {
-    "train.sft": _Page("train", {"stage": "SFT"}, _TRAIN_NEEDS, (*_TRAIN, "moe"), _FOR_TRAIN),
-    "train.dpo": _Page("train", {"stage": "DPO"}, _TRAIN_NEEDS, (*_TRAIN, "dpo", "moe"), _FOR_TRAIN),
-    "train.pt": _Page("train", {"stage": "PT"}, ("model_name_or_path",), (*_TRAIN, "moe"), _FOR_TRAIN),
-    "train.vl_sft": _Page("train", {"stage": "VL-SFT"}, _TRAIN_NEEDS, (*_TRAIN, "moe", "vision"), _FOR_TRAIN),
-    "evaluate": _Page(
-        "eval",
-        {},
-        ("model_name_or_path", "eval_dataset_path"),
-        keys=(
-            "model_name_or_path", "lora_path", "eval_dataset_path", "eval_dataset_type", "max_seq_len", "batch_size",
-            "max_evaluate_steps", "compute_type", "device", "stage", "output_dir", "override_base",
-        ),
-    ),
-    "chat": _Page(
-        "server",
-        {},
-        ("model_name_or_path",),
-        keys=(
-            "model_name_or_path", "lora_path", "lora_modules", "engine", "port", "compute_type", "device",
-            "max_model_len", "max_new_tokens", "temperature", "top_p", "repetition_penalty", "enable_thinking",
-            "max_num_seqs", "served_model_name", "override_base",
-        ),
-        defaults={"port": 0},
-    ),
-    "export": _Page(
-        "export",
-        {},
-        ("output_dir",),
-        keys=(
-            "output_dir", "model_name_or_path", "lora_path", "save_format", "max_shard_size", "copy_tokenizer",
-            "override_base",
-        ),
-    ),
-    "split": _Page(
-        "split",
-        {},
-        ("output_dir",),
-        keys=("output_dir", "model_name_or_path", "save_format", "max_shard_size", "copy_tokenizer"),
-    ),
-}  # fmt: skip
 PAGES = tuple(_PAGES)
-STAGES = {"SFT": "train.sft", "DPO": "train.dpo", "PT": "train.pt", "VL-SFT": "train.vl_sft"}
 COMMANDS = tuple(dict.fromkeys([p.command for p in _PAGES.values()] + ["doctor"]))
 
 
@@ -236,13 +177,13 @@ def default_of(name: str) -> Any:
 # ---- one key
 
 
-def _page(page: str) -> _Page:
+def _page(page: str) -> PageKeys:
     if page not in _PAGES:
         raise ConfigError(f"unknown page {page!r}", where="page", fix="one of " + ", ".join(_PAGES))
     return _PAGES[page]
 
 
-def _of_sections(spec: _Page) -> list[str]:
+def _of_sections(spec: PageKeys) -> list[str]:
     wanted = [k for k in KEYS.values() if k.section in spec.sections or k.name in spec.keys]
     return [k.name for k in wanted if not k.later and not k.secret and k.name not in NEVER and _is_today(k)]
 
@@ -259,7 +200,7 @@ def _is_today(k: Key) -> bool:
     return k.name not in _ELSEWHERE
 
 
-def _field(k: Key, spec: _Page) -> FieldSpec:
+def _field(k: Key, spec: PageKeys) -> FieldSpec:
     default = {**DEFAULTS, **UNSET, **spec.defaults}[k.name]
     return FieldSpec(
         key=k.name,
@@ -322,6 +263,10 @@ def _alone(name: str, value: Any, roots: Roots | None) -> FormProblem | None:
         check_number(name, convert(KEYS[name], value, name))
         if roots is not None:
             roots.settle_one(name, value)
+            if gone := roots.missing(name, value):
+                return FormProblem(
+                    name, f"{name} does not exist: {_short(gone)}", "choose one of the list, or check the path"
+                )
     except ErnieKitError as error:
         return FormProblem(name, _short(error.what), error.fix)
     return None

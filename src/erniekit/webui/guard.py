@@ -32,6 +32,11 @@ HEADERS = (
         b"form-action 'self'",
     ),
 )
+# An upload that is opened by its address is no part of the page: no script of it runs, whatever its kind is said to be.
+FILE_HEADERS = (
+    *HEADERS[:-1],
+    (b"content-security-policy", b"sandbox; default-src 'none'; img-src 'self'; media-src 'self'"),
+)
 
 
 def new_token() -> str:
@@ -75,7 +80,8 @@ class Guard:
             else:
                 await self._serve(scope, receive, send)
             return
-        await self._serve(scope, receive, _with_headers(send))
+        headers_of = FILE_HEADERS if "file=" in _decoded(scope["path"]) else HEADERS
+        await self._serve(scope, receive, _with_headers(send, headers_of))
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -156,11 +162,11 @@ def _decoded(path: str) -> str:
     return path
 
 
-def _with_headers(send: Send) -> Send:
+def _with_headers(send: Send, headers: Sequence[tuple[bytes, bytes]]) -> Send:
     async def sending(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
             have = {name.lower() for name, _ in message.get("headers", ())}
-            more = [(name, value) for name, value in HEADERS if name not in have]
+            more = [(name, value) for name, value in headers if name not in have]
             message = {**message, "headers": [*message.get("headers", ()), *more]}
         await send(message)
 

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from html import escape
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -28,11 +28,11 @@ from erniekit.files.record import some
 from erniekit.files.walk import foreign_files
 from erniekit.net.address import ADDRESS_VARIABLE, KEY_VARIABLE
 from erniekit.webui import forms, process
+from erniekit.webui.job_log import LogPart, read_log
 from erniekit.webui.paths import KEY_FILE, Roots
 from erniekit.webui.recipe_files import MAX_RECIPE
 
 State = Literal["running", "ended", "failed", "stopped", "lost"]
-TAIL_BYTES = 64 * 1024  # of a log, at most, in one answer
 PREEMPTED = 75  # exit code of a run that saved itself on SIGTERM
 OWN_OUTPUT = ("train", "eval", "doctor")  # write to output_dir: in the job's folder unless the recipe names one
 ADDRESS_FILE = "server.address"  # where it answers, written by itself
@@ -41,7 +41,6 @@ TOKEN_VARIABLE = "ERNIEKIT_WEBUI_TOKEN"
 MAX_RUNNING = 16  # jobs at once
 
 _ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
-_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class JobError(ConfigError):
@@ -96,16 +95,6 @@ class WebJob:
         return self.state == "running"
 
 
-@dataclass(frozen=True)
-class LogPart:
-    text: str
-    offset: int  # where the next part starts
-
-    @property
-    def html(self) -> str:
-        return escape(self.text)
-
-
 class Jobs:
     def __init__(self, root: str | Path, roots: Roots | None = None, launch: Launch | None = None) -> None:
         """`root`: where jobs are kept; `roots`: where paths of recipes may lie, besides."""
@@ -114,7 +103,7 @@ class Jobs:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.base = roots or Roots()
         self.roots = self.base.with_folder(self.root)
-        self._launch = launch or start_process
+        self._launch = launch or partial(start_process, roots=self.roots)
         self._lock = threading.RLock()
         self._mine: set[str] = set()  # children of this process, whose exit code will be known
 
@@ -219,17 +208,7 @@ class Jobs:
 
     def log_tail(self, id: str, after: int = -1) -> LogPart:
         """The log from offset `after` on; -1, or more than TAIL_BYTES behind, gives its end."""
-        path = self.get(id).log
-        try:
-            with path.open("rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                start = after if max(0, size - TAIL_BYTES) <= after <= size else max(0, size - TAIL_BYTES)
-                file.seek(start)
-                raw = file.read(TAIL_BYTES)
-        except FileNotFoundError:
-            return LogPart("", 0)
-        raw = raw[: len(raw) - _unfinished(raw)]
-        return LogPart(plain(raw.decode("utf-8", errors="replace")), start + len(raw))
+        return read_log(self.get(id).log, after)
 
     def server_url(self, id: str) -> str:
         """Where a job of `server` answers (`http://127.0.0.1:PORT/v1`); empty until it is ready, and when it is not."""
@@ -314,9 +293,9 @@ class Jobs:
             return None
 
 
-def start_process(argv: list[str], log: Path, folder: Path) -> subprocess.Popen[bytes]:
+def start_process(argv: list[str], log: Path, folder: Path, roots: Roots) -> subprocess.Popen[bytes]:
     """A session of its own: neither the page's end nor Ctrl-C in its terminal reaches it."""
-    env = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+    env = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE} | roots.environment
     env |= {"PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
     if key := _read_secret(log.with_name(KEY_FILE)):  # never an argument: those are seen by every account
         env |= {KEY_VARIABLE: key, ADDRESS_VARIABLE: str(log.with_name(ADDRESS_FILE))}
@@ -324,12 +303,6 @@ def start_process(argv: list[str], log: Path, folder: Path) -> subprocess.Popen[
         return subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=folder, env=env, start_new_session=True
         )
-
-
-def plain(text: str) -> str:
-    """Terminal text as lines: no colours, and of a line that was drawn over and over the last state."""
-    text = _ANSI.sub("", text).replace("\r\n", "\n")
-    return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
 
 
 def _state(job: WebJob, code: int) -> State:
@@ -369,17 +342,6 @@ def _story(path: Path, since: float) -> str:
 
 def _label(who: str) -> str:
     return "".join(c for c in str(who) if c.isprintable())[:80]
-
-
-def _unfinished(raw: bytes) -> int:
-    """Bytes at the end that start a character whose rest is not written yet."""
-    for back in range(1, min(4, len(raw)) + 1):
-        byte = raw[-back]
-        if byte >= 0xC0:
-            return back if back < (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4) else 0
-        if byte < 0x80:
-            return 0
-    return 0
 
 
 def write_secret(path: Path, text: str) -> None:

@@ -44,6 +44,7 @@ def suggest_paths(roots: Roots) -> dict[str, list[str]]:
     runs = [name for name in (*adapters, *models) if not Path(name).name.startswith("checkpoint-")]
     return {
         "model_name_or_path": [*models][:MAX_SUGGESTIONS],
+        "teacher_model_name_or_path": [*models, *adapters][:MAX_SUGGESTIONS],
         "output_dir": runs[:MAX_SUGGESTIONS],
         "lora_path": [*adapters][:MAX_SUGGESTIONS],
         "train_dataset_path": [*data][:MAX_SUGGESTIONS],

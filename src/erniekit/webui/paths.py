@@ -16,6 +16,7 @@ from typing import Any
 from erniekit.config.field import PathKind
 from erniekit.config.flat import KEYS as DECLARED
 from erniekit.errors import ConfigError
+from erniekit.files.media_folders import FOLDERS_VARIABLE
 from erniekit.webui.contents import bases_named, file_lines, links_in, token_files
 
 MAX_LENGTH = 1024  # of a whole path: longer ones are no typed path
@@ -41,6 +42,11 @@ class Roots:
         self.folders = tuple(Path(os.path.realpath(Path(f).expanduser())) for f in folders or (Path.cwd(),))
         if missing := [str(f) for f in self.folders if not f.is_dir()]:
             raise ConfigError(f"{missing[0]} is no folder", where="root", fix="name folders that exist")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For processes that read files on behalf of the page: pictures that rows name must lie in the roots, too."""
+        return {FOLDERS_VARIABLE: os.pathsep.join(map(str, self.folders))}
 
     def with_folder(self, folder: str | Path) -> Roots:
         return Roots((*self.folders, folder))
@@ -84,11 +90,24 @@ class Roots:
         if kind == "numbers":
             words = str(value).replace(",", " ").split()
             return value if all(map(_is_number, words)) else str(self.resolve(str(value), name))
-        words = value.split(",") if isinstance(value, str) else list(value)
-        words = [str(word).strip() for word in words if str(word).strip()]
+        words = _words(value)
         if kind == "named":
             return [f"{label}={self._path(path, name)}" for label, path in (_halves(word, name) for word in words)]
         return [self._path(self._no_pattern(word, name), name) for word in words]
+
+    def missing(self, name: str, value: Any) -> str:
+        """The first file or folder of a key that would be read and is not there; empty where all are."""
+        kind = KINDS.get(name, "")
+        if kind not in ("one", "several", "model") or name == "resume_from_checkpoint" or value in (None, "", (), []):
+            return ""
+        words = [str(word) for word in ([value] if isinstance(value, str) and kind != "several" else _words(value))]
+        for word in words:
+            first = self.folders[0] / word.partition("/")[0]
+            if kind == "model" and self._is_hub_id(word, name) and not first.is_dir():
+                continue  # a hub id; with a folder of that name here it is a path that was mistyped
+            if not self.resolve(word, name).exists():
+                return word
+        return ""
 
     def _no_pattern(self, word: str, name: str) -> str:
         """A pattern may match links that lead out; a folder's links are looked at."""
@@ -104,11 +123,13 @@ class Roots:
     def _path(self, text: str, name: str) -> str:
         """A file or folder; links inside a folder are what the job would follow, so they must stay inside as well."""
         real = self.resolve(text, name)
-        links, whole = links_in(real)
+        links, whole = links_in(real, self.holds)
         self._check_links(links, name)
         if not whole and KINDS[name] != "out":
             raise PathError(
-                f"{name} holds more files than this page looks through", where=name, fix="name the folder of one model"
+                f"{name} holds more files than this page looks through",
+                where=name,
+                fix="name a folder with fewer files in it: that of one model, or the data files themselves",
             )
         return str(real)
 
@@ -125,7 +146,7 @@ class Roots:
         """A prefix, one of its files, or a folder of them; the files that would be opened must lie inside."""
         real = self.resolve(text, name)
         self._check_links(token_files(real), name)
-        self._check_links(links_in(real)[0], name)
+        self._check_links(links_in(real, self.holds)[0], name)
         return real
 
     def _prefixes(self, text: str, name: str) -> str:
@@ -172,11 +193,15 @@ class Roots:
     # ---- adapters
 
     def _check_bases(self, settled: Mapping[str, Any]) -> None:
-        """An adapter's config names the model below it, which is opened unless the recipe names one."""
+        """An adapter's config names the model below it, which is opened unless the recipe names one.
+
+        That of a teacher always is.
+        """
         model = str(settled.get("model_name_or_path") or "")
+        names = ["model_name_or_path", "lora_path", "lora_modules", "output_dir"]
         if model and not bases_named(Path(model)):  # a model by itself, or a hub id
-            return
-        for name in ("model_name_or_path", "lora_path", "lora_modules", "output_dir"):
+            names = []
+        for name in (*names, "teacher_model_name_or_path"):
             value = settled.get(name) or ()
             for text in [value] if isinstance(value, str) else value:
                 folder = str(text).partition("=")[2] if KINDS[name] == "named" else str(text)
@@ -208,6 +233,11 @@ def _check_text(text: str, key: str) -> None:
     too_long = len(os.fsencode(text)) > MAX_LENGTH or any(len(os.fsencode(p)) > MAX_NAME for p in text.split("/"))
     if too_long:
         raise PathError(f"{key} is longer than a path can be", where=key, fix=f"at most {MAX_LENGTH} bytes")
+
+
+def _words(value: Any) -> list[str]:
+    words = value.split(",") if isinstance(value, str) else list(value)
+    return [str(word).strip() for word in words if str(word).strip()]
 
 
 def _halves(word: str, key: str) -> tuple[str, str]:

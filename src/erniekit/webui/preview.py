@@ -21,7 +21,8 @@ from typing import Any
 
 from erniekit.errors import ConfigError
 from erniekit.webui import forms
-from erniekit.webui.jobs import TOKEN_VARIABLE, plain
+from erniekit.webui.job_log import plain
+from erniekit.webui.jobs import TOKEN_VARIABLE
 from erniekit.webui.paths import Roots
 
 # How pictures are seen: their tokens depend on it.
@@ -133,7 +134,8 @@ def preview(
     which = "eval" if evaluation else "train"
     wanted = (
         "model_name_or_path", "tokenizer_name", "download_hub", "max_seq_len", "overlong", "train_thinking", "stage",
-        "compat", "max_prompt_len", f"{which}_dataset_path", f"{which}_dataset_type", "columns", "input_dir",
+        "compat", "max_prompt_len", "mask_out_eos_token", "class_labels", "columns", "input_dir",
+        f"{which}_dataset_path", f"{which}_dataset_type",
         *VISION_KEYS,
     )  # fmt: skip
     kept = {name: value for name, value in {**forms.form(page).fixed, **values}.items() if name in wanted}
@@ -148,7 +150,7 @@ def preview(
     except ConfigError as error:
         return Preview(error=str(error))
     words = ["--json", "--from", str(max(0, int(start))), "--rows", str(min(100, max(1, int(count))))]
-    done = run(["data", "preview"], recipe, timeout, words, roots.folders[0])
+    done = run(["data", "preview"], recipe, timeout, words, roots)
     if done.timed_out:
         return Preview(error=f"no answer within {timeout:.0f} s")
     if not done.ok:
@@ -165,23 +167,24 @@ def doctor(recipe: str, roots: Roots, timeout: float = DOCTOR_S) -> Report:
     with tempfile.TemporaryDirectory(prefix="erniekit-doctor-") as folder:
         values = {**values, "output_dir": folder}
         recipe = forms.to_yaml(values, forms.page_of("doctor", values))
-        return run(["doctor"], recipe, timeout, folder=roots.folders[0])
+        return run(["doctor"], recipe, timeout, roots=roots)
 
 
 def run(
-    words: list[str], recipe: str, timeout: float, more: list[str] | None = None, folder: Path | None = None
+    words: list[str], recipe: str, timeout: float, more: list[str] | None = None, roots: Roots | None = None
 ) -> Report:
-    """`erniekit WORDS recipe.yaml` to its end. After `timeout` it and all it started are ended. In `folder`, as a job:
-    relative paths inside a list of files start there."""
+    """`erniekit WORDS recipe.yaml` to its end. After `timeout` it and all it started are ended. In the first root, as a
+    job: relative paths inside a list of files start there."""
     began = time.monotonic()
     env = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+    env |= roots.environment if roots else {}
     with tempfile.TemporaryDirectory(prefix="erniekit-") as own, tempfile.TemporaryFile() as out:
         file = Path(own) / "recipe.yaml"
         file.write_text(recipe, encoding="utf-8")
         argv = [sys.executable, "-m", "erniekit", *words, str(file), *(more or [])]
         child = subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env={**env, "NO_COLOR": "1"},
-            start_new_session=True, cwd=folder,
+            start_new_session=True, cwd=roots.folders[0] if roots else None,
         )  # fmt: skip
         late = False
         try:

@@ -39,10 +39,36 @@ TRANSLATIONS: dict[str, tuple[str, str]] = {
     "state.lost": ("lost", "失联"),
     # train
     "train.stage": ("Stage", "训练阶段"),
-    "train.stage.info": (
-        "SFT on conversations, DPO on pairs, PT on text.",
-        "SFT 用对话，DPO 用偏好对，PT 用纯文本。",
+    "stage.sft": ("Conversations (SFT)", "对话 SFT"),
+    "stage.dpo": ("Preferences (DPO)", "偏好 DPO"),
+    "stage.kto": ("Judged answers (KTO)", "单答评判 KTO"),
+    "stage.rm": ("Reward model (RM)", "奖励模型 RM"),
+    "stage.cls": ("Classification (CLS)", "分类 CLS"),
+    "stage.pt": ("Pre-training (PT)", "预训练 PT"),
+    "stage.vl_sft": ("Pictures (VL-SFT)", "图文 VL-SFT"),
+    "stage.sft.hint": (
+        "Learns the answers of conversations; from a teacher model as well, under Distillation.",
+        "学习对话中的回答；也可在“蒸馏”中向教师模型学习。",
     ),
+    "stage.dpo.hint": ("Learns to prefer the better of two answers.", "学习在两个回答中偏好更好的一个。"),
+    "stage.kto.hint": (
+        "Learns from single answers, each judged good or bad.",
+        "从单个回答学习，每个回答标注为好或坏。",
+    ),
+    "stage.rm.hint": (
+        "Trains a model that scores answers, from pairs; all weights are trained.",
+        "用偏好对训练为回答打分的模型；训练全部权重。",
+    ),
+    "stage.cls.hint": (
+        "Trains a model that sorts texts into classes; all weights are trained.",
+        "训练对文本分类的模型；训练全部权重。",
+    ),
+    "stage.pt.hint": ("Learns plain text, token by token.", "逐词元学习纯文本。"),
+    "stage.vl_sft.hint": (
+        "Learns answers about pictures and videos; the model must be one that sees.",
+        "学习关于图片与视频的回答；需要视觉模型。",
+    ),
+    "stage.row": ("A row of its data:", "数据格式（一行）："),
     "train.start": ("Start", "开始"),
     "train.preview": ("Preview data", "预览数据"),
     "train.doctor": ("Doctor", "体检"),
@@ -52,7 +78,10 @@ TRANSLATIONS: dict[str, tuple[str, str]] = {
     "train.drawer.optim": ("Optimiser", "优化器"),
     "train.drawer.layout": ("Devices and memory", "设备与显存"),
     "train.drawer.saves": ("Checkpoints and logs", "检查点与日志"),
-    "train.drawer.dpo": ("Preferences (DPO)", "偏好（DPO）"),
+    "train.drawer.preferences": ("Preferences", "偏好"),
+    "train.drawer.classes": ("Classes", "类别"),
+    "train.drawer.distill": ("Distillation", "蒸馏"),
+    "train.drawer.vision": ("Pictures and videos", "图片与视频"),
     "train.drawer.more": ("Advanced options", "高级选项"),
     "train.more.hint": ("Any key of a recipe, as lines of YAML.", "配置中的任意参数，按 YAML 逐行填写。"),
     "train.more.key": ("Key", "参数"),
@@ -172,6 +201,13 @@ TRANSLATIONS: dict[str, tuple[str, str]] = {
         "将 LoRA 合并进基座模型并验证结果：比较合并前后的 logits。"
         "训练输出目录中的 LoRA 合并到其 export 子目录；此处另选的 LoRA 合并到输出目录。",
     ),
+    "export.output_dir": ("Run", "训练结果"),
+    "export.output_dir.info": (
+        "Folder of the training run whose adapters are merged.",
+        "其 LoRA 要合并的训练输出目录。",
+    ),
+    "split.output_dir": ("Weights", "权重目录"),
+    "split.output_dir.info": ("Folder with the weights that are cut.", "要切分的权重所在目录。"),
     "split.start": ("Split", "切分"),
     "split.hint": ("Cuts a model's weights into files of a size.", "将模型权重切分为指定大小的文件。"),
 }

@@ -21,6 +21,7 @@ SUFFIXES = {
 }
 MAX_KEPT = 4 * 2**30  # bytes of all uploads of a kind
 MAX_FILES = 1000
+MAX_NAME = 200  # bytes of a name: a number may follow
 _STRANGE = re.compile(r"[^\w.-]+")
 
 
@@ -35,7 +36,7 @@ def received(file: str) -> Path:
 def keep(file: str, kind: str, root: Path) -> Path:
     """Copy an upload into `root`/`kind`, under its own name or, where that is taken, with a number after it."""
     source = received(file)
-    name = _STRANGE.sub("-", source.name).strip(".-")[-120:]
+    name = _short(_STRANGE.sub("-", source.name))
     suffix = next((s for s in sorted(SUFFIXES[kind], key=len, reverse=True) if name.lower().endswith(s)), "")
     if not suffix or len(name) <= len(suffix):
         raise DataError(f"{source.name[:80]} is no file of this kind", where="upload", fix=" ".join(SUFFIXES[kind]))
@@ -54,6 +55,12 @@ def keep(file: str, kind: str, root: Path) -> Path:
         except OSError as error:
             raise DataError(f"the upload could not be kept: {error.strerror}", where=str(path), fix="") from None
     raise DataError(f"{MAX_FILES} files are called like that", where=str(folder), fix="choose another name")
+
+
+def _short(name: str) -> str:
+    """The end of a name, with its suffix, in at most MAX_NAME bytes; never hidden, nor taken for an option."""
+    cut = os.fsencode(name)[-MAX_NAME:].decode("utf-8", errors="ignore")
+    return cut.strip(".-")
 
 
 def _check_room(folder: Path, source: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import socket
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -85,12 +88,32 @@ def test_the_address_holds_the_token_and_a_name_others_can_use() -> None:
     assert address(PageSettings("::1", 80), None) == "http://[::1]:80/"
 
 
-def test_the_page_is_put_together_in_the_language_asked_for(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Any:
     pytest.importorskip("gradio", reason='the page needs gradio: pip install "erniekit-torch[webui]"')
-    page = app.build(PageSettings(roots=(str(tmp_path),), lang="zh"))
+    return app.build(PageSettings(roots=(str(tmp_path_factory.mktemp("root")),), lang="zh"))
+
+
+def test_the_page_is_put_together_in_the_language_asked_for(page: Any) -> None:
     named = {block.elem_id: block for block in page.blocks.values() if getattr(block, "elem_id", None)}
     assert named["train-learning_rate"].label == "学习率"
     assert {"train-start", "train-curves", "chat-load", "export-start", "split-start", "runs-compare"} <= set(named)
+
+
+def test_every_handler_of_the_page_can_take_what_gradio_hands_it(page: Any) -> None:
+    """Gradio puts request and event among the positional words: a handler that wants them as keywords never runs."""
+    from gradio.helpers import EventData, special_args
+
+    handlers = [handler for handler in page.fns.values() if handler.fn is not None]
+    assert len(handlers) > 50
+    for handler in handlers:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # where words are missing gradio warns, and fills in None
+            words, *_ = special_args(handler.fn, [None] * len(handler.inputs), event_data=EventData(None, {}))
+        try:
+            inspect.signature(handler.fn).bind(*words)
+        except TypeError as error:
+            raise AssertionError(f"{handler.name}: {error}") from None
 
 
 def test_the_page_asks_no_other_machine_for_fonts_styles_or_scripts() -> None:

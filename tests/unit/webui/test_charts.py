@@ -6,7 +6,7 @@ from erniekit.webui.charts import COLOURS, compare_charts, empty, run_charts
 from erniekit.webui.runs import MetricSeries
 
 TITLES = {"loss": "Loss", "learning_rate": "Rate", "tokens_per_second": "Speed"}
-WORDS = ("mean", "each step")
+WORDS = ("mean", "each step", "eval loss")
 
 
 def series(count: int) -> MetricSeries:
@@ -33,7 +33,7 @@ def test_a_long_loss_is_drawn_as_its_mean_over_its_steps() -> None:
 def test_the_loss_of_evaluations_is_drawn_beside_that_of_training() -> None:
     drawn = run_charts({"loss": series(5), "eval_loss": series(2)}, TITLES, "waiting", WORDS)
     assert drawn.count("<figure") == 1
-    assert "eval_loss" in drawn
+    assert "eval loss" in drawn
 
 
 def test_a_run_keeps_its_colour_in_every_chart() -> None:

@@ -13,21 +13,37 @@ from erniekit.webui import contents
 from erniekit.webui.contents import bases_named, file_lines, links_in, token_files
 
 
-def test_links_are_found_below_and_never_followed(tmp_path: Path) -> None:
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    (tmp_path / "a" / "b" / "out").symlink_to("/etc/passwd")
+def test_links_are_found_at_any_depth_and_a_loop_ends(tmp_path: Path) -> None:
+    deep = tmp_path.joinpath(*"abcdefgh")
+    deep.mkdir(parents=True)
+    (deep / "out").symlink_to("/etc/passwd")
     (tmp_path / "a" / "loop").symlink_to(tmp_path)
-    found, whole = links_in(tmp_path)
+    found, whole = links_in(tmp_path, lambda real: True)
     assert {path.name for path in found} == {"out", "loop"}
     assert whole
-    assert links_in(tmp_path / "none") == ([], True)
+    assert links_in(tmp_path / "none", lambda real: True) == ([], True)
 
 
-def test_a_folder_with_more_than_is_looked_at_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contents, "MOST_ENTRIES", 3)
+def test_what_lies_behind_a_link_to_a_folder_inside_is_looked_at_and_never_one_outside(tmp_path: Path) -> None:
+    for name in ("model", "inside", "outside"):
+        (tmp_path / name / "part").mkdir(parents=True)
+        (tmp_path / name / "part" / f"link-in-{name}").symlink_to("/etc/passwd")
+    (tmp_path / "model" / "to-inside").symlink_to(tmp_path / "inside")
+    (tmp_path / "model" / "to-outside").symlink_to(tmp_path / "outside")
+    found, whole = links_in(tmp_path / "model", lambda real: "outside" not in real.parts)
+    assert {path.name for path in found} == {"link-in-model", "to-inside", "to-outside", "link-in-inside"}
+    assert whole
+
+
+def test_a_folder_with_more_than_is_looked_at_says_so_and_its_upper_levels_are_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contents, "MOST_ENTRIES", 6)
     for name in "abcd":
-        (tmp_path / name).write_text("")
-    assert links_in(tmp_path)[1] is False
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    (tmp_path / "link").symlink_to("/etc")
+    assert links_in(tmp_path, lambda real: False) == ([tmp_path / "link"], False)
 
 
 def test_lists_are_read_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,9 +124,29 @@ def test_a_file_that_is_no_recipe_is_refused_without_the_name_of_a_temporary_fil
 
 def test_all_that_is_wrong_is_told_at_once_each_with_its_key(tmp_path: Path) -> None:
     values = {**GOOD, "learning_rate": "x", "batch_size": 0, "compute_type": "bf17", "output_dir": "../../x", "lr": 1}
+    (tmp_path / "m").mkdir()
+    (tmp_path / "a.jsonl").touch()
     problems = {p.key: p for p in forms.check(values, "train.sft", Roots([tmp_path]))}
     assert set(problems) == {"learning_rate", "batch_size", "compute_type", "output_dir", "lr"}
     assert "bf16" in problems["compute_type"].fix
+
+
+def test_files_that_are_not_there_are_told_before_a_process_is_started(room: Path) -> None:
+    def told(**values: object) -> dict[str, str]:
+        given = {"model_name_or_path": "model", "train_dataset_path": ["data.jsonl"], **values}
+        return {p.key: p.what for p in forms.check(given, "train.sft", Roots([room]))}
+
+    assert told() == {}
+    assert told(model_name_or_path="baidu/ERNIE-4.5-0.3B-PT") == {}, "may be in the download cache"
+    (room / "deep").mkdir()
+    for key, value, named in (
+        ("model_name_or_path", "models", "models"),
+        ("model_name_or_path", "deep/model", "deep/model"),
+        ("train_dataset_path", ["data.jsonl", "dta.jsonl"], "dta.jsonl"),
+        ("eval_dataset_path", "no.jsonl", "no.jsonl"),
+        ("teacher_model_name_or_path", "teacher", "teacher"),
+    ):
+        assert told(**{key: value}) == {key: f"{key} does not exist: {named}"}
 
 
 def test_values_that_are_wrong_together_are_told_as_the_run_would_say_it() -> None:

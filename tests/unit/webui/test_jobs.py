@@ -16,7 +16,8 @@ import yaml
 from erniekit.errors import ConfigError
 from erniekit.webui import jobs as jobs_module
 from erniekit.webui import process
-from erniekit.webui.jobs import JobError, Jobs, plain
+from erniekit.webui.job_log import TAIL_BYTES, plain
+from erniekit.webui.jobs import JobError, Jobs
 from erniekit.webui.paths import Roots
 from unit.webui.conftest import RECIPE, Stand, until
 
@@ -37,9 +38,10 @@ def test_a_job_is_a_folder_and_five_words(jobs: Jobs, stand: Stand, room: Path) 
 def test_the_process_leads_a_session_of_its_own(jobs: Jobs, monkeypatch: pytest.MonkeyPatch, room: Path) -> None:
     monkeypatch.setenv(jobs_module.TOKEN_VARIABLE, "secret")
     code = "import os; print(os.getsid(0) == os.getpid(), os.environ.get('ERNIEKIT_WEBUI_TOKEN'), os.getcwd())"
-    child = jobs_module.start_process([sys.executable, "-c", code], room / "log.txt", room)
+    code += "; print(os.environ['ERNIEKIT_MEDIA_FOLDERS'])"
+    child = jobs_module.start_process([sys.executable, "-c", code], room / "log.txt", room, jobs.roots)
     assert child.wait(20) == 0
-    assert (room / "log.txt").read_text().split() == ["True", "None", str(room)]
+    assert (room / "log.txt").read_text().split() == ["True", "None", str(room), f"{room}:{room}/webui"]
 
 
 @pytest.mark.parametrize(
@@ -263,7 +265,7 @@ def test_of_a_long_log_the_end_is_given(jobs: Jobs, stand: Stand) -> None:
     for after in (-1, 0, 5_000_000):
         part = jobs.log_tail(job.id, after)
         assert part.text.endswith("\nend")
-        assert len(part.text) <= jobs_module.TAIL_BYTES
+        assert len(part.text) <= TAIL_BYTES
         assert part.offset == 1_000_004
 
 
@@ -338,7 +340,7 @@ def test_a_chat_server_of_the_page_has_a_key_that_other_accounts_cannot_read(roo
     def launch(argv: list[str], log: Path, folder: Path) -> jobs_module.Child:
         asked.append(argv)
         program = f"import os; print('key', os.environ['{jobs_module.KEY_VARIABLE}'])"
-        return jobs_module.start_process([sys.executable, "-S", "-c", program], log, folder)
+        return jobs_module.start_process([sys.executable, "-S", "-c", program], log, folder, Roots([folder]))
 
     jobs = Jobs(room / "webui", Roots([room]), launch)
     job = jobs.start("server", "model_name_or_path: model\nport: 0\n")

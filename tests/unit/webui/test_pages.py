@@ -45,6 +45,19 @@ def test_a_form_left_alone_is_an_empty_recipe(fields: FormFields, context: PageC
     assert {p.key for p in problems} == {"model_name_or_path", "train_dataset_path"}
 
 
+def test_a_number_that_may_be_left_out_is_shown_empty_and_not_as_0(fields: FormFields, context: PageContext) -> None:
+    limit = fields.component("save_total_limit")
+    assert limit.value == ""
+    at = fields.components.index(limit)
+    assert fields.updates({})[at]["value"] == ""
+    raw = [component.value for component in fields.components]
+    for typed, read in (("3", 3), (" 3 ", 3), ("three", "three")):
+        raw[at] = typed
+        assert fields.values(raw)["save_total_limit"] == read
+    _, problems = recipe(fields.values(raw), "", "train.sft", context)
+    assert "save_total_limit" in {p.key for p in problems}
+
+
 def test_values_go_into_the_form_and_come_out_the_same(fields: FormFields) -> None:
     given = {
         "model_name_or_path": "m", "train_dataset_path": ["a.jsonl", "b.jsonl"], "train_dataset_prob": [0.5, 0.5],

@@ -120,3 +120,39 @@ def test_a_pattern_is_refused_as_it_may_match_links_that_lead_out(roots: Roots, 
 def test_a_url_is_a_path_inside_the_roots_and_never_fetched(roots: Roots) -> None:
     (settled,) = roots.settle_one("train_dataset_path", "http://127.0.0.1:9/a.jsonl")
     assert settled.startswith("/")
+
+
+@pytest.mark.parametrize("place", ["a", "a/b/c/d/e/f"])
+def test_a_link_out_is_found_however_deep_in_a_data_folder_and_behind_links_that_stay_inside(
+    tmp_path: Path, place: str
+) -> None:
+    """A folder of data is read with all that lies below it."""
+    deep = tmp_path / "in" / "data" / place
+    deep.mkdir(parents=True)
+    roots = Roots([tmp_path / "in"])
+    (deep / "rows.jsonl").write_text("{}\n")
+    assert roots.settle_one("train_dataset_path", ["data"])
+    (tmp_path / "in" / "other").mkdir()
+    (deep / "near").symlink_to(tmp_path / "in" / "other")
+    assert roots.settle_one("train_dataset_path", ["data"])
+    (tmp_path / "in" / "other" / "more.jsonl").symlink_to("/etc/passwd")
+    with pytest.raises(PathError, match=r"leads outside .*: more.jsonl"):
+        roots.settle_one("train_dataset_path", ["data"])
+    (tmp_path / "in" / "other" / "more.jsonl").unlink()
+    (deep / "chain").symlink_to(deep / "chain-2")
+    (deep / "chain-2").symlink_to("../" * 30 + "etc")
+    with pytest.raises(PathError, match="leads outside"):
+        roots.settle_one("train_dataset_path", ["data"])
+
+
+def test_a_teacher_that_is_an_adapter_has_its_base_inside_as_well(tmp_path: Path) -> None:
+    for name, base in (("good", "model"), ("bad", str(tmp_path / "elsewhere"))):
+        (tmp_path / "in" / name).mkdir(parents=True)
+        (tmp_path / "in" / name / "adapter_config.json").write_text(f'{{"base_model_name_or_path": "{base}"}}')
+    (tmp_path / "in" / "model").mkdir()
+    roots = Roots([tmp_path / "in"])
+    given = {"model_name_or_path": "model", "teacher_model_name_or_path": "good"}
+    assert roots.settle(given)["teacher_model_name_or_path"] == str(roots.folders[0] / "good")
+    with pytest.raises(PathError, match="of a model outside") as error:
+        roots.settle({**given, "teacher_model_name_or_path": "bad"})
+    assert error.value.where == "teacher_model_name_or_path"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from erniekit.errors import DataError
 from erniekit.webui import uploads
-from erniekit.webui.forms import STAGES, from_file, page_of
+from erniekit.webui.form_pages import STAGES
+from erniekit.webui.forms import from_file, page_of
 from erniekit.webui.recipe_files import recipe_files
 from erniekit.webui.uploads import DATA, RECIPES, keep
 
@@ -42,7 +44,9 @@ def test_a_file_is_kept_under_its_name_and_never_over_another(sent: Path, tmp_pa
     assert not (tmp_path / "elsewhere").exists(), "a link is not followed"
 
 
-@pytest.mark.parametrize("name", ["a.py", "jsonl", ".jsonl", "a.jsonl.exe", "a.yaml"])
+@pytest.mark.parametrize(
+    "name", ["a.py", "jsonl", ".jsonl", "a.jsonl.exe", "a.yaml", "a.html", "a.zip", "a.jsonl.html", "a.svg", "..jsonl"]
+)
 def test_other_kinds_of_files_are_refused(name: str, sent: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no file of this kind"):
         keep(put(sent, name), DATA, tmp_path)
@@ -52,6 +56,31 @@ def test_other_kinds_of_files_are_refused(name: str, sent: Path, tmp_path: Path)
 def test_names_hold_no_blanks_and_no_signs_that_a_list_of_files_would_be_cut_at(sent: Path, tmp_path: Path) -> None:
     assert keep(put(sent, "my rows, (1).jsonl"), DATA, tmp_path).name == "my-rows-1-.jsonl"
     assert keep(put(sent, "数据.csv"), DATA, tmp_path).name == "数据.csv"
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("-rf.jsonl", "rf.jsonl"),
+        ("..-.hidden.jsonl", "hidden.jsonl"),
+        ("a\nb\tc.jsonl", "a-b-c.jsonl"),
+        ("$(id);`id`.jsonl", "id-id-.jsonl"),
+        ("a\u202egnp.jsonl", "a-gnp.jsonl"),
+        ("..\\..\\x.jsonl", "x.jsonl"),
+        ("a" * 130 + "-." + "b" * 100 + ".jsonl", None),
+        ("数" * 80 + ".jsonl", None),
+    ],
+)
+def test_hostile_and_endless_names_become_plain_ones_of_this_folder(
+    name: str, kept: str | None, sent: Path, tmp_path: Path
+) -> None:
+    path = keep(put(sent, name), DATA, tmp_path)
+    assert path.parent == tmp_path / DATA
+    assert path.is_file()
+    assert path.suffix == ".jsonl"
+    assert kept is None or path.name == kept
+    assert not path.name.startswith((".", "-"))
+    assert len(os.fsencode(path.name)) <= 255
 
 
 def test_what_was_not_uploaded_is_too_large_or_has_no_room_is_refused(

@@ -22,6 +22,7 @@ from typing import Any
 from urllib.parse import unquote, unquote_to_bytes, urlparse
 
 from erniekit.data.media.limits import MediaError, MediaLimits, because
+from erniekit.files.media_folders import may_be_read
 
 _ARCHIVE = re.compile(r"^(.*?\.(?:tar|zip))/(.+)$", re.IGNORECASE)
 _BROKEN = (
@@ -97,6 +98,8 @@ def read(place: MediaPlace, limits: MediaLimits) -> bytes:
         if len(place.content) > limits.bytes:
             raise _too_large(place, len(place.content), limits)
         return place.content
+    if place.size < 0 and not may_be_read(place.path):  # with a size it is the cache's own file
+        raise MediaError("missing_media", f"{place.name}: outside the folders of the page")
     try:
         if place.member:
             return _read_member(place, limits)

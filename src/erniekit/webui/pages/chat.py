@@ -160,7 +160,7 @@ class ChatPage:
         base = kind_of(self.context.roots.folders[0] / adapters[0]).base if adapters and not model else ""
         return self.context.shown(base) if base else gr.skip()
 
-    def load_model(self, lang: str, who: str, id: str, *raw: Any, request: gr.Request) -> list[Any]:
+    def load_model(self, lang: str, who: str, id: str, request: gr.Request, *raw: Any) -> list[Any]:
         text, problems = recipe({**self.fields.values(raw), "port": 0}, "", "chat", self.context)
         if problems:
             raise gr.Error(problems_html(problems, lang), duration=12, print_exception=False)

@@ -10,7 +10,8 @@ from typing import Any
 
 import gradio as gr
 
-from erniekit.webui.forms import STAGES, FormProblem
+from erniekit.webui.form_pages import STAGES
+from erniekit.webui.forms import FormProblem
 from erniekit.webui.pages.page_context import PageContext, problems_html
 from erniekit.webui.preview import Preview, PreviewRow, preview
 from erniekit.webui.translations import translate

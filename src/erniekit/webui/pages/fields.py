@@ -47,6 +47,9 @@ class FormFields:
             return gr.Dropdown, says
         if kind == "flag":
             return gr.Checkbox, says
+        if _may_be_empty(spec):  # gradio shows an empty number as 0
+            options["value"] = _words(options["value"])
+            return gr.Textbox, says
         if kind == "number":
             options.setdefault("precision", 0 if spec.whole else None)
             return gr.Number, says
@@ -75,6 +78,8 @@ class FormFields:
         for (key, spec), value in zip(self.specs.items(), raw):
             if spec.kind == "list" and isinstance(value, str):
                 value = [word.strip() for word in value.split(",") if word.strip()]
+            if _may_be_empty(spec) and isinstance(value, str):
+                value = _number(value.strip(), spec.whole)
             if value is None or value == "" or value == []:
                 if spec.default in (None, "", []):
                     continue
@@ -91,6 +96,8 @@ class FormFields:
                 value = _words(value)
             elif spec.kind == "flag" and spec.default is None:
                 value = "" if value is None else str(value)
+            elif _may_be_empty(spec):
+                value = _words(value)
             out.append(gr.update(value=value))
         return out
 
@@ -110,7 +117,19 @@ class FormFields:
 
 
 def _words(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value or "")
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else "" if value is None else str(value)
+
+
+def _may_be_empty(spec: FieldSpec) -> bool:
+    return spec.kind == "number" and spec.default is None
+
+
+def _number(text: str, whole: bool) -> Any:
+    """What is typed as a number; other text as it is, for the form's check to speak of."""
+    try:
+        return int(text) if whole else float(text)
+    except ValueError:
+        return text
 
 
 def recipe(values: Mapping[str, Any], more: str, page: str, context: PageContext) -> tuple[str, list[FormProblem]]:

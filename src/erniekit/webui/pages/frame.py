@@ -68,10 +68,10 @@ class Frame:
         def again(lang: str, id: str) -> list[Any]:
             try:
                 values = context.runs.recipe(id)
+                values.pop("output_dir", None)
+                return [gr.update(selected="train"), *train.filled(values)]
             except ErnieKitError as error:
                 raise notice(error, lang) from None
-            values.pop("output_dir", None)
-            return [gr.update(selected="train"), *train.filled(values)]
 
         def talk(lang: str, event: gr.EventData) -> list[Any]:
             values = self._used(lang, str(event.run), ("compute_type", "device"))

@@ -49,8 +49,9 @@ class JobForm:
         options: dict[str, Any] = {"min_width": 300} if key in WIDE else {}
         if key == "output_dir" and key not in self.form.needed:
             options.update(value="", says={"placeholder": "train.own_folder"})
-        if key == "output_dir" and key in self.form.needed:
-            options["value"] = None
+        if key == "output_dir" and key in self.form.needed:  # of these commands it is what they start from
+            page = self.page
+            options.update(value=None, says={"label": f"{page}.output_dir", "info": f"{page}.output_dir.info"})
         self.fields.add(spec, **options)
 
     def _recipe_box(self) -> None:

@@ -110,7 +110,7 @@ class JobMonitor:
 
     def _curves(self, job: WebJob, lang: str) -> str:
         titles = {name: translate(f"watch.{name}", lang) for name in CURVES}
-        words = (translate("chart.mean", lang), translate("chart.each", lang))
+        words = (translate("chart.mean", lang), translate("chart.each", lang), translate("tile.eval_loss", lang))
         waiting, step = translate("watch.waiting", lang), translate("tile.step", lang)
         return run_charts(self.context.runs.series(job.id), titles, waiting, words, step)
 

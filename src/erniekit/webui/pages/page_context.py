@@ -22,7 +22,7 @@ from erniekit.webui.run_folders import kind_of
 from erniekit.webui.runs import Runs
 from erniekit.webui.translations import translate
 
-Text = str | Callable[[str], str]  # a key of TRANSLATIONS, or a function of the language
+Text = str | Callable[[str], Any]  # a key of TRANSLATIONS, or a function of the language
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Labels:
         return [gr.update(**words) for words in said]
 
 
-def translated(text: Text, lang: str) -> str:
+def translated(text: Text, lang: str) -> Any:
     return text(lang) if callable(text) else translate(text, lang)
 
 
@@ -85,6 +85,7 @@ def folders(context: PageContext) -> dict[str, list[Any]]:
     first = {
         "model_name_or_path": [name for name, kind in kinds.items() if kind.weights and not kind.adapter],
         "lora_path": [name for name, kind in kinds.items() if kind.weights and kind.adapter],
+        "teacher_model_name_or_path": [name for name, kind in kinds.items() if kind.weights],
         "output_dir": [name for name, kind in kinds.items() if kind.weights],
     }
     for key, names in first.items():

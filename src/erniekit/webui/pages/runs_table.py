@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from html import escape
 from typing import Any
 
+from erniekit.loss_table import SCORE_KEYS
 from erniekit.track.units import duration, short
 from erniekit.webui.charts import empty
 from erniekit.webui.pages.job_monitor import pill
@@ -43,10 +44,12 @@ def runs_html(
 
 
 def run_name(row: RunRow, context: PageContext) -> str:
-    """The name a person gave; else the folder it writes to; else what it is and when it started."""
+    """The name a person gave; else the folder it works in, with its command unless it trains; else what it is, and when
+    it started."""
     own = row.is_job and (not row.output_dir or row.id in row.output_dir)
     started = time.strftime("%m-%d %H:%M", time.localtime(row.created))
-    return row.name or (f"{row.stage or row.word} {row.model} {started}" if own else context.shown(row.output_dir))
+    folder = context.shown(row.output_dir) if row.word == "train" else f"{row.word} {context.shown(row.output_dir)}"
+    return row.name or (f"{row.stage or row.word} {row.model} {started}" if own else folder)
 
 
 def differences_html(names: Mapping[str, str], differences: dict[str, dict[str, Any]], lang: str) -> str:
@@ -85,7 +88,7 @@ def _box(row: RunRow, chosen: bool, lang: str) -> str:
 
 def _actions(row: RunRow, lang: str) -> str:
     can = {
-        "chat": row.word == "train" and row.kind.weights and row.state != "running",
+        "chat": row.word == "train" and row.kind.weights and row.state != "running" and row.stage not in SCORE_KEYS,
         "merge": row.kind.adapter and row.kind.weights and row.state != "running",
         "resume": row.can_resume,
     }

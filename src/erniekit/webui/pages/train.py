@@ -10,13 +10,16 @@ from typing import Any
 
 import gradio as gr
 
-from erniekit.errors import ErnieKitError
-from erniekit.webui.forms import STAGES, FieldSpec, Form, form, from_yaml, page_of, to_yaml
+from erniekit.errors import ConfigError, ErnieKitError
+from erniekit.webui.form_pages import STAGES
+from erniekit.webui.forms import FieldSpec, Form, form, from_yaml, page_of, to_yaml
 from erniekit.webui.pages.data_preview import DataPreview
 from erniekit.webui.pages.fields import FormFields, recipe
 from erniekit.webui.pages.job_monitor import JobMonitor
 from erniekit.webui.pages.page_context import PageContext, as_problem, notice, problems_html
 from erniekit.webui.pages.recipe_source import RecipeSource
+from erniekit.webui.pages.stage_choice import FIRST as FIRST_STAGE
+from erniekit.webui.pages.stage_choice import StageChoice
 from erniekit.webui.preview import doctor
 from erniekit.webui.translations import help_of, label_of
 
@@ -28,8 +31,28 @@ FIRST: tuple[tuple[str, ...], ...] = (
     ("batch_size", "gradient_accumulation_steps", "max_seq_len"),
     ("output_dir",),
 )
-# Drawers: their title, the sections whose basic keys they hold, and further keys worth a field of their own.
+# Drawers: their title, the sections whose basic keys they hold, and further keys worth a field of their own. What the
+# chosen stage does not read is hidden, field by field and whole drawers.
 DRAWERS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+    (
+        "train.drawer.preferences",
+        ("dpo", "score"),
+        (
+            "loss_type", "beta", "sft_loss_ratio", "label_smoothing", "max_prompt_len", "reference_free",
+            "desirable_weight", "undesirable_weight", "reward_margin", "center_rewards_coefficient",
+        ),
+    ),
+    ("train.drawer.classes", ("score",), ("class_labels",)),
+    (
+        "train.drawer.distill",
+        ("distill",),
+        ("teacher_model_name_or_path", "distill_alpha", "distill_temperature", "distill_kl"),
+    ),
+    (
+        "train.drawer.vision",
+        ("vision",),
+        ("freeze_config", "vit_lr_ratio", "max_pixels", "video_fps", "video_max_frames", "text_dataset_path"),
+    ),
     (
         "train.drawer.data",
         ("model", "data"),
@@ -43,10 +66,9 @@ DRAWERS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
         ("sharding_parallel_degree", "context_parallel_degree", "expert_parallel_degree", "nproc_per_node"),
     ),
     ("train.drawer.saves", ("checkpoint", "tracking", "train"), ("max_evaluate_steps", "load_best_model_at_end")),
-)
-DPO_FIELDS = ("loss_type", "beta", "sft_loss_ratio", "label_smoothing", "max_prompt_len", "reference_free")
+)  # fmt: skip
 WIDE = ("model_name_or_path", "train_dataset_path", "output_dir", "eval_dataset_path")
-OFFERS = ("model_name_or_path", "train_dataset_path", "eval_dataset_path")
+OFFERS = ("model_name_or_path", "teacher_model_name_or_path", "train_dataset_path", "eval_dataset_path")
 MORE_LINES = 4
 
 
@@ -64,45 +86,39 @@ class TrainPage:
     # ---- what is seen
 
     def _form(self) -> None:
-        labels = self.context.labels
         self.fields = FormFields("train", self.context, OFFERS)
-        keys = {**{f.key: f for f in self.forms["SFT"].fields}, **{f.key: f for f in self.forms["DPO"].fields}}
+        keys = {f.key: f for known in self.forms.values() for f in known.fields}
         self.source = RecipeSource(self.context)
-        self.stage = labels.make(
-            gr.Radio,
-            {"label": "train.stage", "info": "train.stage.info"},
-            choices=list(STAGES),
-            value="SFT",
-            elem_id="train-stage",
-        )
+        self.stage = StageChoice(self.context)
         with gr.Group():
             for row in FIRST:
                 with gr.Row():
                     for key in row:
                         self._field(keys[key])
         shown = {key for row in FIRST for key in row}
+        self.drawers: list[tuple[Any, list[str]]] = []  # with the keys in each
         for title, sections, further in DRAWERS:
             wanted = [f for f in keys.values() if f.section in sections and (f.basic or f.key in further)]
             self._drawer(title, [f for f in wanted if f.key not in shown])
-        self.dpo = self._drawer("train.drawer.dpo", [keys[key] for key in DPO_FIELDS], visible=False)
-        with labels.make(gr.Accordion, {"label": "train.drawer.more"}, open=False):
-            self._more([f for f in keys.values() if f.key not in self.fields.specs])
+        with self.context.labels.make(gr.Accordion, {"label": "train.drawer.more"}, open=False):
+            self._more()
 
     def _field(self, spec: FieldSpec) -> None:
         options: dict[str, Any] = {"min_width": 300} if spec.key in WIDE else {}
         if spec.key == "output_dir":
             options.update(value="", says={"placeholder": "train.own_folder"})
-        self.fields.add(spec, **options)
+        self.fields.add(spec, visible=spec.key in self._known(FIRST_STAGE), **options)
 
-    def _drawer(self, title: str, specs: list[FieldSpec], visible: bool = True) -> Any:
-        with self.context.labels.make(gr.Accordion, {"label": title}, open=False, visible=visible) as drawer:
+    def _drawer(self, title: str, specs: list[FieldSpec]) -> None:
+        seen = any(spec.key in self._known(FIRST_STAGE) for spec in specs)
+        with self.context.labels.make(gr.Accordion, {"label": title}, open=False, visible=seen) as drawer:
             for at in range(0, len(specs), 3):
                 with gr.Row():
                     for spec in specs[at : at + 3]:
                         self._field(spec)
-        return drawer
+        self.drawers.append((drawer, [spec.key for spec in specs]))
 
-    def _more(self, specs: list[FieldSpec]) -> None:
+    def _more(self) -> None:
         """Advanced options: any other key, found by name, explained, and written into a piece of YAML."""
         labels = self.context.labels
         labels.heading("train.more.hint", elem_classes="ek-hint")
@@ -110,7 +126,7 @@ class TrainPage:
             self.more_key = labels.make(
                 gr.Dropdown,
                 {"label": "train.more.key"},
-                choices=sorted(f.key for f in specs),
+                choices=self._further(FIRST_STAGE),
                 value=None,
                 elem_id="train-more-key",
                 min_width=220,
@@ -163,17 +179,20 @@ class TrainPage:
 
     def _wire(self) -> None:
         context = self.context
-        form_inputs = [context.lang, self.stage, self.more, *self.fields.components]
+        stage = self.stage.choice
+        form_inputs = [context.lang, stage, self.more, *self.fields.components]
         told = dict(outputs=[self.yaml, self.problems], show_progress="hidden", concurrency_limit=None)
-        changes = [c.change for c in (self.stage, self.more, context.lang, *self.fields.components)]
+        changes = [c.change for c in (stage, self.more, context.lang, *self.fields.components)]
         gr.on(changes, self._recipe, form_inputs, trigger_mode="always_last", **told)
-        self.stage.change(lambda stage: gr.update(visible=stage == "DPO"), self.stage, self.dpo, show_progress="hidden")
+        self.staged = [key for key in self.fields.specs if any(key not in self._known(one) for one in STAGES)]
+        of_stage = [self.more_key, *(drawer for drawer, _ in self.drawers), *map(self.fields.component, self.staged)]
+        stage.change(self._staged, stage, of_stage, show_progress="hidden")
         self.more_key.change(self._explain, [context.lang, self.more_key], self.more_help, show_progress="hidden")
         self.more_add.click(
             self._add, [self.more_key, self.more_value, self.more], [self.more, self.more_value], show_progress="hidden"
         )
         self.save.click(None, self.yaml, None, js="text => { erniekitSave(text, 'recipe.yaml'); }")
-        self.form_outputs = [self.stage, self.more, *self.fields.components]
+        self.form_outputs = [stage, self.more, *self.fields.components]
         self.source.wire(self.filled, self.form_outputs, self.fields.component("train_dataset_path"))
         self.clear.click(lambda: self.filled({}), None, self.form_outputs, show_progress="hidden")
         run_inputs = [context.lang, context.who, *form_inputs[1:]]
@@ -191,7 +210,7 @@ class TrainPage:
         self.live.on_open(page)
         for handler, outputs in self.files():
             page.load(handler, None, outputs, show_progress="hidden")
-        form_inputs = [self.context.lang, self.stage, self.more, *self.fields.components]
+        form_inputs = [self.context.lang, self.stage.choice, self.more, *self.fields.components]
         page.load(self._recipe, form_inputs, [self.yaml, self.problems], show_progress="hidden")
 
     def files(self) -> list[tuple[Any, list[Any]]]:
@@ -199,8 +218,22 @@ class TrainPage:
 
     def _values(self, stage: str, raw: tuple[Any, ...]) -> dict[str, Any]:
         """Without the keys other stages have, whose fields are hidden."""
-        known = {f.key for f in self.forms[stage].fields}
+        known = self._known(stage)
         return {key: value for key, value in self.fields.values(raw).items() if key in known}
+
+    def _known(self, stage: str) -> set[str]:
+        return {f.key for f in self.forms[stage].fields}
+
+    def _further(self, stage: str) -> list[str]:
+        """Keys of a stage that have no field of their own."""
+        return sorted(self._known(stage) - set(self.fields.specs))
+
+    def _staged(self, stage: str) -> list[Any]:
+        """What the stage reads is shown, the rest hidden."""
+        known = self._known(stage)
+        drawers = [gr.update(visible=any(key in known for key in keys)) for _, keys in self.drawers]
+        fields = [gr.update(visible=key in known) for key in self.staged]
+        return [gr.update(choices=self._further(stage), value=None), *drawers, *fields]
 
     def _recipe(self, lang: str, stage: str, more: str, *raw: Any) -> tuple[str, str]:
         text, problems = recipe(self._values(stage, raw), more or "", STAGES[stage], self.context)
@@ -217,6 +250,10 @@ class TrainPage:
 
     def filled(self, values: dict[str, Any]) -> list[Any]:
         """The form set to a recipe's values; keys without a field go to the piece of YAML beside it."""
+        if (given := values.get("stage", FIRST_STAGE)) not in STAGES:
+            raise ConfigError(
+                f"the page has no form for stage {given}", where="stage", fix="one of " + ", ".join(STAGES)
+            )
         page = page_of("train", values)
         stage = next(stage for stage, name in STAGES.items() if name == page)
         rest = {key: value for key, value in self.fields.rest(values).items() if key != "stage"}

@@ -12,6 +12,7 @@ import pytest
 
 from erniekit.data.media.limits import MediaError, MediaLimits
 from erniekit.data.media.place import MediaPlace, from_base64, located, read
+from erniekit.files.media_folders import FOLDERS_VARIABLE
 from support.seen import LIMITS, MEDIA
 
 PICTURE = (MEDIA / "a.png").read_bytes()
@@ -23,6 +24,34 @@ def test_a_relative_path_starts_at_the_dataset_and_a_file_url_is_a_path(tmp_path
         found = located(url, tmp_path)
         assert isinstance(found, MediaPlace)
         assert read(found, LIMITS) == PICTURE
+
+
+def test_a_job_of_the_web_page_reads_pictures_of_its_folders_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However a row names one that lies elsewhere: as a path, above, by a link, in an archive."""
+    root = tmp_path / "root"
+    root.mkdir()
+    for folder in (root, tmp_path):
+        (folder / "a.png").write_bytes(PICTURE)
+        with zipfile.ZipFile(folder / "b.zip", "w") as archive:
+            archive.write(MEDIA / "a.png", "a.png")
+    (root / "link.png").symlink_to(tmp_path / "a.png")
+    outside = (str(tmp_path / "a.png"), "../a.png", "link.png", f"file://{tmp_path}/a.png", "../b.zip/a.png")
+    places = {url: located(url, root) for url in ("a.png", "b.zip/a.png", *outside)}
+    for place in places.values():
+        assert isinstance(place, MediaPlace)
+        assert read(place, LIMITS) == PICTURE, "on the command line there is no such limit"
+    monkeypatch.setenv(FOLDERS_VARIABLE, os.pathsep.join([str(tmp_path / "other"), str(root)]))
+    for url, place in places.items():
+        assert isinstance(place, MediaPlace)
+        if url not in outside:
+            assert read(place, LIMITS) == PICTURE
+            continue
+        with pytest.raises(MediaError, match="outside the folders"):
+            read(place, LIMITS)
+    kept = MediaPlace(str(tmp_path / "a.png"), size=len(PICTURE))  # as the cache keeps what a row holds itself
+    assert read(kept, LIMITS) == PICTURE
 
 
 def test_a_data_url_and_base64_hold_the_bytes_themselves(tmp_path: Path) -> None:
