@@ -7,7 +7,8 @@ listener a beat is a counter.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -43,6 +44,18 @@ def heard_by(hear: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         _listeners.remove(entry)
+
+
+def awaited(work: Future[Item], threads: Collection[int], every: float = 0.2) -> Item:
+    """The result of work that one of these threads does; their progress is that of the thread that waits."""
+    seen = None
+    while not work.done():
+        wait([work], timeout=every)
+        now = sum(_beats.get(thread, 0) for thread in tuple(threads))
+        if now != seen:
+            seen = now
+            beat()
+    return work.result()
 
 
 def join(thread: threading.Thread, every: float = 0.2) -> None:

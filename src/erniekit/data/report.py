@@ -60,6 +60,7 @@ class DataReport:
     patches: int = 0
     seconds: float = 0.0  # of tokenising, when it was done
     from_cache: bool = False
+    so_far: bool = False  # the source was still being read
 
     @property
     def bad_rows(self) -> int:
@@ -130,7 +131,7 @@ class DataReport:
             what = "answers"
         out = [
             f"{self.file} ({self.format}): {self.rows:,} rows, {self.samples:,} {what}, "
-            f"{short(self.tokens)} tokens, {self.trained_share:.0%} {learnt}" + (" (cached)" if self.from_cache else "")
+            f"{short(self.tokens)} tokens, {self.trained_share:.0%} {learnt}" + (" (cached)" if self.from_cache else " (so far)" if self.so_far else "")
         ]
         if self.lengths:
             told = ", ".join(f"{name} {n:,}" for name, n in self.lengths.items())

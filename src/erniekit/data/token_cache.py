@@ -130,17 +130,39 @@ def open_source(
     `kind` both are that kind's.
     DataError when too many rows are bad or none is usable; all bad rows are written to `bad_rows_path` either way."""
     path = as_place(path)
-    if columns and format:
-        check_columns(path, columns)
     if kind is not None:
+        if columns and format:
+            check_columns(path, columns)
         kind = kind if isinstance(kind, RowKind) else kind(path, format, columns)
         job = kind.job(str(path), kind.name, tokenizer, max_seq_len, overlong, False, pairs, thinking, columns)
         return kind.source(*tokenised(job, cache_dir, num_proc, max_bad_fraction, bad_rows_path, append_bad_rows))
-    format = format or _detected(path, pairs is not None, columns)
-    (FORMATS if pairs is None else PREFERENCE_FORMATS).get(format)  # an unknown name is said before the file is read
-    job = TokeniseJob(str(path), format, tokenizer, max_seq_len, overlong, compat, pairs, thinking, columns)
+    job = row_job(
+        path, format, tokenizer, max_seq_len=max_seq_len, overlong=overlong, compat=compat, pairs=pairs,
+        thinking=thinking, columns=columns,
+    )  # fmt: skip
     folder, report = tokenised(job, cache_dir, num_proc, max_bad_fraction, bad_rows_path, append_bad_rows)
     return TokenSource(folder, report) if pairs is None else PairSource(folder, report)
+
+
+def row_job(
+    path: str | Path,
+    format: str | None,
+    tokenizer: Tokenizer,
+    *,
+    max_seq_len: int,
+    overlong: Literal["drop", "truncate"] = "drop",
+    compat: bool = False,
+    pairs: PairRules | None = None,
+    thinking: Thinking = "all",
+    columns: Columns = (),
+) -> TokeniseJob:
+    """How rows of a file become samples; its format is found out where it is not given."""
+    path = as_place(path)
+    if columns and format:
+        check_columns(path, columns)
+    format = format or _detected(path, pairs is not None, columns)
+    (FORMATS if pairs is None else PREFERENCE_FORMATS).get(format)  # an unknown name is said before the file is read
+    return TokeniseJob(str(path), format, tokenizer, max_seq_len, overlong, compat, pairs, thinking, columns)
 
 
 def tokenised(
@@ -153,7 +175,7 @@ def tokenised(
 ) -> tuple[Path, DataReport]:
     """The cache folder of a job, filled now or found whole, and its report, within the bound on bad rows."""
     content, lines = digest_of(job.path)
-    folder = Path(cache_dir or default_cache_dir()) / "tokens" / _key(job, content)
+    folder = Path(cache_dir or default_cache_dir()) / "tokens" / cache_key(job, content)
     report = _opened(folder, job)
     if report is None:
         report = _build(folder, job, num_proc or cores(), lines)
@@ -207,7 +229,8 @@ def digest_of(path: str | Path) -> tuple[str, int]:
     return located(path).identity()
 
 
-def _key(job: TokeniseJob, content: str) -> str:
+def cache_key(job: TokeniseJob, content: str) -> str:
+    """Of a content and all that turns it into samples."""
     told = {
         "version": cache_versions.SAMPLES,
         "content": content,

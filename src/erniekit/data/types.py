@@ -55,6 +55,9 @@ class Conversation:
         return Spoken((self.messages,), self.messages, self.tools)
 
 
+UNREADABLE = "unreadable"  # the kind of a row behind which the rest of its file could not be read
+
+
 @dataclass(frozen=True)
 class RowProblem:
     """A row that cannot be used, or was dropped by a rule. `kind` is a short slug that reports count by; `reason` may

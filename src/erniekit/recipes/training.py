@@ -43,6 +43,7 @@ from erniekit.recipes.run_plan import open_tokenizer, plan_run
 from erniekit.recipes.schedule import make_schedule
 from erniekit.recipes.session import Session
 from erniekit.recipes.stage import Prepare, TrainingStage
+from erniekit.recipes.streaming import tell_read
 from erniekit.recipes.vision_features import KeptFeatures, looking
 from erniekit.result import RunResult
 from erniekit.track import TRACKERS, Trackers, make_trackers
@@ -142,7 +143,7 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
         trainer = Trainer(
             step=step_for(cfg, built, optimizer, data, prepare),
             state=state,
-            batches_from=lambda pack: iter(data.loader(cfg, pack)),
+            batches_from=lambda pack: iter(data.loader(cfg, pack, data.max_steps - state.step)),
             max_steps=data.max_steps,
             packs_per_step=data.packs_per_step,
             hooks=hooks,
@@ -157,6 +158,8 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
         except BaseException:
             saver.saves.abandon()  # a save in the background ends before the folder is let go
             raise
+        if tell_read(data, output):
+            record.describe(data=run_summary.data_facts(data))
         result = finish.close_run(cfg, output, built, trainer, saver, trackers, started)
     record.finish("finished", result.metrics, result.next_commands)
     finish.print_result(output, result, trainer, plan)
