@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from erniekit.printable import plain_lines
+from erniekit.printable import plain_lines, public
 
 _warned: set[str] = set()
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "cyan": "36"}
@@ -48,12 +48,12 @@ _SECRET_NAMES = ("api_key", "http_proxy")  # parts of the names of keys declared
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
-    """A command line without the value of a key that is secret."""
+    """A command line without the value of a key that is secret, and without passwords and signatures of addresses."""
     out, hide = [], False
     for word in words:
         name, equals, _ = word.partition("=")
         secret = any(part in name.replace("-", "_") for part in _SECRET_NAMES)
-        out.append("***" if hide else f"{name}=***" if secret and equals else word)
+        out.append("***" if hide else f"{name}=***" if secret and equals else public(word))
         hide = secret and not equals
     return out
 

@@ -77,7 +77,11 @@ def server() -> Iterator[tuple[str, type[Withheld]]]:
 def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three MiB in few samples: what makes it long is a field that is not used."""
     rows = [
-        {"src": [f"question {n}"], "tgt": [f"answer {n}"] if n % 3 else [f"a longer answer, number {n}"], "x": "-" * 12000}
+        {
+            "src": [f"question {n}"],
+            "tgt": [f"answer {n}"] if n % 3 else [f"a longer answer, number {n}"],
+            "x": "-" * 12000,
+        }
         for n in range(ROWS)
     ]
     return write_jsonl(tmp_path_factory.mktemp("many") / "rows.jsonl", rows)
@@ -106,7 +110,7 @@ def released(tmp_path: Path, server) -> Callable[[str], None]:
 
 
 def test_training_starts_before_the_second_half_is_sent_and_a_stopped_run_goes_on(
-    server, released: Callable, many: Path, train: Callable, weights: Callable, tmp_path: Path, capsys
+    server, released: Callable, many: Path, train: Callable, weights: Callable, tmp_path: Path, capsys, monkeypatch
 ) -> None:
     url, handler = server
     handler.content = many.read_bytes()
@@ -123,14 +127,13 @@ def test_training_starts_before_the_second_half_is_sent_and_a_stopped_run_goes_o
     assert told["packs_per_epoch"] is None
     assert "rows are read on while it trains" in capsys.readouterr().out
 
-    # from a checkpoint, with what was read and without it; and with another number of packs in flight
-    for name, cache in (("streamed", "cache"), ("streamed", "other")):
-        last = tmp_path / name / f"checkpoint-{STEPS}"
-        rmtree(last)
-        os.environ["ERNIEKIT_CACHE"] = str(tmp_path / cache)
-        train(tmp_path / name, **keys, dataloader_num_workers=1)
-        assert f"checkpoint-{STEPS // 2} at step {STEPS // 2}" in capsys.readouterr().out
-        assert weights(last) == weights(tmp_path / "whole" / f"checkpoint-{STEPS}")
+    # from a checkpoint, where nothing of what was read is left
+    last = tmp_path / "streamed" / f"checkpoint-{STEPS}"
+    rmtree(last)
+    monkeypatch.setenv("ERNIEKIT_CACHE", str(tmp_path / "other"))
+    train(tmp_path / "streamed", **keys, dataloader_num_workers=1)
+    assert f"checkpoint-{STEPS // 2} at step {STEPS // 2}" in capsys.readouterr().out
+    assert weights(last) == weights(tmp_path / "whole" / f"checkpoint-{STEPS}")
 
     handler.tag = '"2"'
     rmtree(last)
@@ -139,6 +142,7 @@ def test_training_starts_before_the_second_half_is_sent_and_a_stopped_run_goes_o
     assert "train data" in refused.value.where
 
 
+@pytest.mark.full
 def test_a_lost_server_ends_the_run_and_the_same_command_goes_on(
     server, many: Path, train: Callable, weights: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,7 +150,7 @@ def test_a_lost_server_ends_the_run_and_the_same_command_goes_on(
     url, handler = server
     handler.content = many.read_bytes()
     handler.broken = True
-    keys = dict(KEYS, train_dataset_path=url, streaming=True)
+    keys = dict(KEYS, train_dataset_path=url, streaming=True, per_device_train_batch_size=16)
     with pytest.raises(DataError, match="cannot be read further") as stopped:
         train(tmp_path / "streamed", **keys)
     assert "start the same command again" in stopped.value.fix
@@ -154,7 +158,7 @@ def test_a_lost_server_ends_the_run_and_the_same_command_goes_on(
     handler.broken = False
     handler.rest.set()
     train(tmp_path / "streamed", **keys)
-    train(tmp_path / "whole", **dict(KEYS, train_dataset_path=many))
+    train(tmp_path / "whole", **dict(keys, train_dataset_path=many, streaming=False))
     assert weights(tmp_path / "streamed") == weights(tmp_path / "whole")
 
 
@@ -184,7 +188,9 @@ def started(tiny_model: Path, words: dict[str, object], folder: Path, cache: Pat
     env = {**os.environ, "ERNIEKIT_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "erniekit", "train", *(f"{k}={v}" for k, v in keys.items())]
     command += [f"nproc_per_node={ranks}"] if ranks > 1 else []
-    return subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
 
 
 def ended(process: subprocess.Popen) -> None:
@@ -199,20 +205,19 @@ def test_a_killed_run_goes_on_with_the_same_rows(
 ) -> None:
     url, handler = server
     handler.content = many.read_bytes()
-    keys = dict(KEYS, per_device_train_batch_size=8 // ranks, random_shuffle=True, shuffle_buffer=20)
-    ended(started(tiny_model, dict(keys, train_dataset_path=many, streaming=True), tmp_path / "whole", tmp_path / "a"))
-    keys |= dict(train_dataset_path=url, streaming=True)
+    keys = dict(KEYS, random_shuffle=True, shuffle_buffer=20, streaming=True)
+    ended(started(tiny_model, dict(keys, train_dataset_path=many), tmp_path / "whole", tmp_path / "a"))
+    keys |= dict(train_dataset_path=url, per_device_train_batch_size=8 // ranks)
     run = started(tiny_model, keys, tmp_path / "killed", tmp_path / "b", ranks)
     while not list((tmp_path / "killed").glob("checkpoint-2")):
         assert run.poll() is None, run.communicate()[1]
         time.sleep(0.05)
-    run.send_signal(signal.SIGKILL)  # it waits for rows that are withheld
+    os.killpg(run.pid, signal.SIGKILL)  # launcher and ranks, while they wait for rows that are withheld
     run.wait()
     handler.rest.set()
     ended(started(tiny_model, keys, tmp_path / "killed", tmp_path / "b", ranks))
-    assert losses(tmp_path / "killed") == pytest.approx(losses(tmp_path / "whole")) or ranks > 1
     if ranks == 1:
         assert weights(tmp_path / "killed") == weights(tmp_path / "whole")
-    else:
-        for (step, got), (_, want) in zip(losses(tmp_path / "killed"), losses(tmp_path / "whole"), strict=True):
-            assert got == pytest.approx(want, rel=1e-5), step
+    pairs = zip(losses(tmp_path / "killed"), losses(tmp_path / "whole"), strict=True)
+    for (step, got), (_, want) in pairs:  # ranks add up in another order
+        assert got == (want if ranks == 1 else pytest.approx(want, rel=1e-5)), step

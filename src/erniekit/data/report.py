@@ -14,6 +14,7 @@ import numpy as np
 
 from erniekit.data.types import RowProblem
 from erniekit.errors import DataError
+from erniekit.printable import public
 
 SHOWN = 20  # bad rows quoted in an error
 SHOWN_LINES = 5  # of repeated and near-empty rows
@@ -61,6 +62,9 @@ class DataReport:
     seconds: float = 0.0  # of tokenising, when it was done
     from_cache: bool = False
     so_far: bool = False  # the source was still being read
+
+    def __post_init__(self) -> None:
+        self.file = public(self.file)
 
     @property
     def bad_rows(self) -> int:
@@ -131,7 +135,8 @@ class DataReport:
             what = "answers"
         out = [
             f"{self.file} ({self.format}): {self.rows:,} rows, {self.samples:,} {what}, "
-            f"{short(self.tokens)} tokens, {self.trained_share:.0%} {learnt}" + (" (cached)" if self.from_cache else " (so far)" if self.so_far else "")
+            f"{short(self.tokens)} tokens, {self.trained_share:.0%} {learnt}"
+            + (" (cached)" if self.from_cache else " (so far)" if self.so_far else "")
         ]
         if self.lengths:
             told = ", ".join(f"{name} {n:,}" for name, n in self.lengths.items())

@@ -41,6 +41,7 @@ REPORT = "report.json"
 class TokenSource:
     """Samples of one file, read by position: what is resident does not grow with the file or with use."""
 
+    _path = ""
     patches: np.ndarray | None = None  # of each sample's pictures, where it has some
 
     def __init__(self, folder: Path, report: DataReport) -> None:
@@ -52,7 +53,8 @@ class TokenSource:
 
     @property
     def path(self) -> str:
-        return self.report.file
+        """Where its rows are, to read them again; a report names it without passwords."""
+        return self._path or self.report.file
 
     @property
     def fingerprint(self) -> str:
@@ -135,13 +137,17 @@ def open_source(
             check_columns(path, columns)
         kind = kind if isinstance(kind, RowKind) else kind(path, format, columns)
         job = kind.job(str(path), kind.name, tokenizer, max_seq_len, overlong, False, pairs, thinking, columns)
-        return kind.source(*tokenised(job, cache_dir, num_proc, max_bad_fraction, bad_rows_path, append_bad_rows))
+        found = kind.source(*tokenised(job, cache_dir, num_proc, max_bad_fraction, bad_rows_path, append_bad_rows))
+        found._path = str(path)
+        return found
     job = row_job(
         path, format, tokenizer, max_seq_len=max_seq_len, overlong=overlong, compat=compat, pairs=pairs,
         thinking=thinking, columns=columns,
     )  # fmt: skip
     folder, report = tokenised(job, cache_dir, num_proc, max_bad_fraction, bad_rows_path, append_bad_rows)
-    return TokenSource(folder, report) if pairs is None else PairSource(folder, report)
+    source = TokenSource(folder, report) if pairs is None else PairSource(folder, report)
+    source._path = str(path)
+    return source
 
 
 def row_job(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from erniekit.printable import plain
+from erniekit.printable import plain, public
 
 if TYPE_CHECKING:
     import torch
@@ -70,6 +70,7 @@ class RowProblem:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reason", plain(self.reason, LONGEST_REASON))
+        object.__setattr__(self, "file", public(self.file))
 
 
 @dataclass(frozen=True)

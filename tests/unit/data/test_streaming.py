@@ -35,8 +35,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def files(tmp_path: Path) -> list[Path]:
     return [
-        write_jsonl(tmp_path / f"{name}.jsonl", [said(name, n) for n in range(size)])
-        for name, size in zip("ab", SIZES)
+        write_jsonl(tmp_path / f"{name}.jsonl", [said(name, n) for n in range(size)]) for name, size in zip("ab", SIZES)
     ]
 
 

@@ -16,6 +16,7 @@ from erniekit.data.storage.object_store import ObjectFile
 from erniekit.data.storage.web import WebFile
 from erniekit.errors import DataError
 from erniekit.log import warn
+from erniekit.printable import HIDDEN
 
 __all__ = ["DatasetFile", "HubDataset", "StoredFile", "as_place", "is_remote", "listed_files", "located"]
 
@@ -45,6 +46,12 @@ def located(path: str | Path) -> StoredFile | HubDataset:
     place = as_place(path)
     if isinstance(place, Path):
         return LocalFile(place)
+    if HIDDEN in place:
+        raise DataError(
+            "this address was stored without its password or signature",
+            where=place,
+            fix="give it again in full: train_dataset_path=URL or eval_dataset_path=URL",
+        )
     if place.startswith(("http://", "https://")):
         return WebFile(place)
     return HubDataset(place) if place.startswith(PREFIXES) or "://" not in place else ObjectFile(place)
