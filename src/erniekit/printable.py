@@ -23,7 +23,9 @@ _CODE = re.compile(r"<|>|\b0x[0-9a-fA-F]+|\w\.[A-Za-z_]|\w_\w|\w\(\)")
 _ADDRESS = re.compile(r"\b([A-Za-z][A-Za-z0-9+.-]*://)(?:([^/\s@?#'\"]*)@)?([^\s?#'\"]*)(?:\?([^\s#'\"]*))?")
 # Parameters that let their holder in, by their last word: X-Amz-Signature, access_token, sig.
 _SECRET = re.compile(r"(?:^|[-_.])(?:sig|signature|token|key|apikey|secret|password|passwd|pwd|auth|credential)$", re.I)
-_SIGNING = re.compile(r"x-(?:amz|goog|oss|cos|ms)-|q-(?:sign|ak|key|header|url)", re.I)  # all that goes with a signature
+_SIGNING = re.compile(
+    r"x-(?:amz|goog|oss|cos|ms)-|q-(?:sign|ak|key|header|url)", re.I
+)  # all that goes with a signature
 _SIGNED = ("awsaccesskeyid", "ossaccesskeyid", "googleaccessid", "key-pair-id", "policy", "expires", "hmac")
 _OF_AZURE = ("sv", "st", "se", "sr", "sp", "sip", "spr", "ss", "srt", "skoid", "sktid", "skt", "ske", "sks", "skv")
 HIDDEN = "***"

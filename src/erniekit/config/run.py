@@ -41,7 +41,6 @@ from erniekit.errors import ConfigError
 from erniekit.printable import HIDDEN, public
 
 
-
 @dataclass(frozen=True)
 class IgnoredKey:
     """A key that was given and does nothing here; or one such word (the value) of a key that holds several."""

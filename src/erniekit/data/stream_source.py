@@ -51,6 +51,7 @@ class StreamSource:
         self.name, self.files, self.fingerprint = name, list(files), fingerprint
         self._job_of, self._store, self._max_bad = job_of, store, max_bad_fraction
         self._first = job_of(self.files[0])  # a file that cannot be read is an error of the start
+        self._encoding = file_encoding(self.files[0]).said()
         self._chunks: Iterator[tuple[int, Rows, TokeniseJob] | int] | None = None
         self._reading = RLock()
         self._report: tuple[tuple[int, bool], DataReport] | None = None
@@ -188,7 +189,7 @@ class StreamSource:
         report.duplicates, report.first_duplicates = len(same), same[:SHOWN_LINES]
         report.so_far = not progress.ended
         report.unused = dict(Counter(report.unused).most_common())
-        report.encoding = file_encoding(self.files[0]).said()
+        report.encoding = self._encoding
         return report
 
     def _check(self, progress: Progress) -> None:
