@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 Item = TypeVar("Item")
 
@@ -48,14 +50,18 @@ def heard_by(hear: Callable[[], None]) -> Iterator[None]:
 
 def awaited(work: Future[Item], threads: Collection[int], every: float = 0.2) -> Item:
     """The result of work that one of these threads does; their progress is that of the thread that waits."""
-    seen = None
-    while not work.done():
-        wait([work], timeout=every)
-        now = sum(_beats.get(thread, 0) for thread in tuple(threads))
+    done, seen = threading.Event(), _count(threads)
+    work.add_done_callback(lambda _: done.set())
+    while not done.wait(every):
+        now = _count(threads)
         if now != seen:
             seen = now
             beat()
     return work.result()
+
+
+def _count(threads: Collection[int]) -> int:
+    return sum(_beats.get(thread, 0) for thread in tuple(threads))
 
 
 def join(thread: threading.Thread, every: float = 0.2) -> None:

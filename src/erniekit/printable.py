@@ -1,5 +1,6 @@
-"""Text of files, rows and strangers as a terminal may show it: errors, log lines and bad rows pass through here. What is
-stored of addresses passes through `public`."""
+"""Text of files, rows and strangers as a terminal may show it: errors, log lines and bad rows pass through here.
+
+What is stored of addresses passes through `public`."""
 
 from __future__ import annotations
 
@@ -19,13 +20,14 @@ _MEMBER = re.compile(r"<\w+ filename='([^']*)'[^>]*>")
 _CODE = re.compile(r"<|>|\b0x[0-9a-fA-F]+|\w\.[A-Za-z_]|\w_\w|\w\(\)")
 
 
+# Texts, not patterns: they are needed where an address is shown, and compiling them at every start is felt.
+_SCHEME = "[A-Za-z][A-Za-z0-9+.-]*://"
+_NEXT = f"(?!,{_SCHEME})"  # several addresses may be joined by commas
 # Addresses: their scheme, a user and password, host and path, and the query.
-_ADDRESS = re.compile(r"\b([A-Za-z][A-Za-z0-9+.-]*://)(?:([^/\s@?#'\"]*)@)?([^\s?#'\"]*)(?:\?([^\s#'\"]*))?")
+_ADDRESS = rf"\b({_SCHEME})(?:([^/\s?#'\"]*)@)?((?:{_NEXT}[^\s?#'\"])*)(?:\?((?:{_NEXT}[^\s#'\"])*))?"
 # Parameters that let their holder in, by their last word: X-Amz-Signature, access_token, sig.
-_SECRET = re.compile(r"(?:^|[-_.])(?:sig|signature|token|key|apikey|secret|password|passwd|pwd|auth|credential)$", re.I)
-_SIGNING = re.compile(
-    r"x-(?:amz|goog|oss|cos|ms)-|q-(?:sign|ak|key|header|url)", re.I
-)  # all that goes with a signature
+_SECRET = "(?:^|[-_.])(?:sig|signature|token|key|apikey|secret|password|passwd|pwd|auth|credential)$"
+_SIGNING = "x-(?:amz|goog|oss|cos|ms)-|q-(?:sign|ak|key|header|url)"  # all that goes with a signature
 _SIGNED = ("awsaccesskeyid", "ossaccesskeyid", "googleaccessid", "key-pair-id", "policy", "expires", "hmac")
 _OF_AZURE = ("sv", "st", "se", "sr", "sp", "sip", "spr", "ss", "srt", "skoid", "sktid", "skt", "ske", "sks", "skv")
 HIDDEN = "***"
@@ -34,7 +36,7 @@ HIDDEN = "***"
 def public(text: str) -> str:
     """The text without passwords and signatures of the addresses in it. Addresses that differ in those alone, such as
     two that were signed on different days, become the same."""
-    return _ADDRESS.sub(_public_address, text) if "://" in text else text
+    return re.sub(_ADDRESS, _public_address, text) if "://" in text else text
 
 
 def _public_address(found: re.Match[str]) -> str:
@@ -51,7 +53,7 @@ def _public_address(found: re.Match[str]) -> str:
 
 
 def _is_signing(name: str) -> bool:
-    return name in _SIGNED or bool(_SECRET.search(name) or _SIGNING.match(name))
+    return name in _SIGNED or bool(re.search(_SECRET, name) or re.match(_SIGNING, name))
 
 
 def plain(text: str, most: int = LONGEST_LINE) -> str:

@@ -1,4 +1,4 @@
-"""Signatures and passwords of data addresses: used, and neither printed nor stored; a new signature is the same data."""
+"""Signatures and passwords of addresses: used, and neither printed nor stored; a new signature is the same data."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ def store(rows: Path) -> Iterator[tuple[str, type[Store]]]:
         server.shutdown()
 
 
-def test_what_opens_an_address_is_neither_printed_nor_stored(  # a streamed file to train on, a cached one to evaluate on
+def test_what_opens_an_address_is_neither_printed_nor_stored(
     store, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
 ) -> None:
+    """A file that is streamed is trained on, and one of the token cache evaluated."""
     host, handler = store
     monkeypatch.setenv("ERNIEKIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)

@@ -23,8 +23,8 @@ from support.jsonl import write_jsonl
 STEPS = 4
 ROWS = 260
 KEYS = dict(
-    max_steps=STEPS, save_steps=STEPS // 2, logging_steps=1, per_device_train_batch_size=8, gradient_accumulation_steps=1,
-    random_shuffle=False, buffer_size=4, doctor="off",
+    max_steps=STEPS, save_steps=STEPS // 2, logging_steps=1, per_device_train_batch_size=8,
+    gradient_accumulation_steps=1, random_shuffle=False, buffer_size=4, doctor="off",
 )  # fmt: skip
 
 
@@ -125,6 +125,7 @@ def test_training_starts_before_the_second_half_is_sent_and_a_stopped_run_goes_o
     assert told["train"][0]["so_far"]
     assert 64 < told["train"][0]["rows"] < ROWS
     assert told["packs_per_epoch"] is None
+    assert not list((tmp_path / "cache" / "streams").iterdir()), "a finished run keeps no samples"
     assert "rows are read on while it trains" in capsys.readouterr().out
 
     # from a checkpoint, where nothing of what was read is left

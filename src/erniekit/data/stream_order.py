@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from erniekit.data.mix import PASS, DrawOrder, Drawn, SampleOrder
+from erniekit.data.mix import PASS, Drawn, DrawOrder, SampleOrder
 from erniekit.data.pack import Members, PackStream
 from erniekit.data.stream_source import StreamSource
 
@@ -37,7 +37,7 @@ class StreamOrder(SampleOrder):
         self._sources = [sources[s] for s in self._live]
         self._block_size = block
         self._guard = Lock()
-        # Where an epoch ends is found by reading on: in the source that is drawn most, little more than is drawn anyway.
+        # Where an epoch ends is found by reading on: first in the source that is drawn most, of which little is unused.
         ranked = sorted(range(len(self._live)), key=lambda k: -self._share[k]) if self._weighted else ()
         self._asked = [self._sources[k] for k in ranked] or self._sources
 

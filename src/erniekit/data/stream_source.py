@@ -24,11 +24,11 @@ from erniekit.data.quality import repeated
 from erniekit.data.report import SHOWN_LINES, DataReport
 from erniekit.data.row_workers import Rows
 from erniekit.data.storage import located
-from erniekit.data.stream_store import ENDS, KEYS, Progress, StreamStore
+from erniekit.data.stream_store import ENDS, KEYS, StreamState, StreamStore
 from erniekit.data.tokenise import BAD_ROWS, IDS, LABELS, TokeniseJob, add_counts, cut, whole_rows
 from erniekit.data.types import RowProblem, Sample
 from erniekit.errors import DataError
-from erniekit.files import own, settle
+from erniekit.files import OwnedFiles, own, settle
 
 CHUNK_ROWS = 64  # read and tokenised at once: what a loader's thread is away for
 _POLL_S = 0.05
@@ -112,12 +112,18 @@ class StreamSource:
         return self._report[1]
 
     def list_bad_rows(self, to: Path, append: bool) -> None:
-        """Those met so far, as a file of the run."""
+        """Those met so far, as a file of the run; append: behind those of other sources."""
+        if not append:
+            OwnedFiles(to.parent).remove(to.name)
         if text := self._store.text(BAD_ROWS):
             own(to)
-            with open(to, "a" if append else "w", encoding="utf-8") as out:
+            with open(to, "a", encoding="utf-8") as out:
                 out.write(text)
             settle(to)
+
+    def discard(self) -> None:
+        """What was read is not needed again."""
+        self._store.discard()
 
     def close(self) -> None:
         self._store.close()
@@ -136,7 +142,7 @@ class StreamSource:
             self._store.append(self._added(job.work(rows), job, after), after)
         self._check(after)
 
-    def _chunks_from(self, at: Progress) -> Iterator[tuple[int, Rows, TokeniseJob] | int]:
+    def _chunks_from(self, at: StreamState) -> Iterator[tuple[int, Rows, TokeniseJob] | int]:
         """Chunks of rows with the number of their file; after the last of a file, the number of the next."""
         for number in range(at.file, len(self.files)):
             path = self.files[number]
@@ -152,7 +158,7 @@ class StreamSource:
                 raise DataError("dataset changed while it was read", where=path, fix="start again once it is whole")
             yield number + 1
 
-    def _added(self, chunk: Chunk, job: TokeniseJob, after: Progress) -> dict[str, bytes]:
+    def _added(self, chunk: Chunk, job: TokeniseJob, after: StreamState) -> dict[str, bytes]:
         """What a chunk adds to the files; the rest of it goes into `after`."""
         report = self._told(after)
         bad = add_counts(report, chunk, job.path)
@@ -171,7 +177,7 @@ class StreamSource:
             BAD_ROWS: "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in told).encode(),
         }
 
-    def _told(self, progress: Progress) -> DataReport:
+    def _told(self, progress: StreamState) -> DataReport:
         """The report as it is stored: counts that add up chunk by chunk."""
         told = progress.report
         if not told:
@@ -181,7 +187,7 @@ class StreamSource:
             setattr(report, name, [RowProblem(**problem) for problem in told[name]])
         return report
 
-    def _reported(self, progress: Progress) -> DataReport:
+    def _reported(self, progress: StreamState) -> DataReport:
         report, read = self._told(progress), self._store.read
         report.measure(np.diff(read(ENDS, np.int64, 0, progress.samples), prepend=0))
         keys = read(KEYS, np.uint64, 0, progress.sizes[KEYS] // 8).reshape(-1, 2)
@@ -192,7 +198,7 @@ class StreamSource:
         report.encoding = self._encoding
         return report
 
-    def _check(self, progress: Progress) -> None:
+    def _check(self, progress: StreamState) -> None:
         """The bound on bad rows holds for what was read. While that is little, one bad row is not a share yet."""
         told = self._told(progress)
         if progress.ended or told.bad_rows > max(1.0 if self._max_bad else 0.0, self._max_bad * told.rows):

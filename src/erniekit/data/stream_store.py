@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import RLock
@@ -28,7 +29,7 @@ _READ = 1 << 20
 
 
 @dataclass
-class Progress:
+class StreamState:
     """How far a source has been read."""
 
     samples: int = 0
@@ -53,7 +54,7 @@ class StreamStore:
         except OSError as error:
             raise self._unwritable(error) from error
         self._files = {name: os.open(folder / name, os.O_RDWR | getattr(os, "O_CLOEXEC", 0)) for name in FILES}
-        self.progress = Progress()
+        self.progress = StreamState()
 
     @property
     def writes(self) -> bool:
@@ -80,13 +81,13 @@ class StreamStore:
             ) from error
         return True
 
-    def look(self) -> Progress:
+    def look(self) -> StreamState:
         """What counts now."""
         if not self.writes:
             self.progress = _read(self.folder / STATE) or self.progress
         return self.progress
 
-    def append(self, parts: dict[str, bytes], after: Progress) -> None:
+    def append(self, parts: dict[str, bytes], after: StreamState) -> None:
         """after: the progress with these parts of the files; their sizes and checks are filled in."""
         try:
             with self._open:
@@ -94,7 +95,7 @@ class StreamStore:
         except OSError as error:
             raise self._unwritable(error) from error
 
-    def _append(self, parts: dict[str, bytes], after: Progress) -> None:
+    def _append(self, parts: dict[str, bytes], after: StreamState) -> None:
         for name, data in parts.items():
             after.sizes[name] += _write(self._files[name], data, after.sizes[name])
             after.checks[name] = zlib.crc32(data, after.checks[name])
@@ -112,6 +113,14 @@ class StreamStore:
         with self._open:
             return os.pread(self._files[name], self.look().sizes[name], 0).decode("utf-8")
 
+    def discard(self) -> None:
+        """The files go, by the process that wrote them; who has them open can still read."""
+        if self.writes:
+            for name in (STATE, *FILES, LOCK):
+                (self.folder / name).unlink(missing_ok=True)
+            with suppress(OSError):  # another's file is in it
+                self.folder.rmdir()
+
     def close(self) -> None:
         with self._open:
             for file in self._files.values():
@@ -127,12 +136,12 @@ class StreamStore:
         if state.exists():
             os.replace(state, claimed)
         found = _read(claimed)
-        self._commit(found if found is not None and self._whole(found) else Progress())
+        self._commit(found if found is not None and self._whole(found) else StreamState())
         claimed.unlink(missing_ok=True)
         for name, file in self._files.items():
             os.ftruncate(file, self.progress.sizes[name])
 
-    def _whole(self, progress: Progress) -> bool:
+    def _whole(self, progress: StreamState) -> bool:
         for name, file in self._files.items():
             size, check = progress.sizes[name], 0
             for at in range(0, size, _READ):
@@ -142,7 +151,7 @@ class StreamStore:
                 return False
         return True
 
-    def _commit(self, progress: Progress) -> None:
+    def _commit(self, progress: StreamState) -> None:
         part = self.folder / f"{STATE}.part"
         part.write_text(json.dumps(asdict(progress)), encoding="utf-8")
         os.replace(part, self.folder / STATE)
@@ -156,9 +165,9 @@ class StreamStore:
         )
 
 
-def _read(path: Path) -> Progress | None:
+def _read(path: Path) -> StreamState | None:
     try:
-        found = Progress(**json.loads(path.read_text(encoding="utf-8")))
+        found = StreamState(**json.loads(path.read_text(encoding="utf-8")))
         return found if set(found.sizes) == set(found.checks) == set(FILES) else None
     except (OSError, ValueError, TypeError):
         return None

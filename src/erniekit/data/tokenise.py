@@ -271,8 +271,8 @@ def tokenise_file(job: TokeniseJob, folder: Path, num_proc: int, expected_rows: 
 
 
 def whole_rows(path: str) -> Iterator[tuple[int, Any]]:
-    """Rows to the end of the data. Of a remote file a part is not taken for the whole: a lost connection would look like
-    its end."""
+    """Rows to the end of the data. Of a remote file a part is not taken for the whole: a connection that is lost would
+    look like its end."""
     remote = is_remote(as_place(path))
     for number, raw in rows(path):
         if remote and isinstance(raw, RowProblem) and raw.kind == UNREADABLE:

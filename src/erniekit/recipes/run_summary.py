@@ -23,8 +23,9 @@ from erniekit.printable import counted
 from erniekit.recipes import kernel_table, repeat, trained_weights
 from erniekit.recipes.built import Built
 from erniekit.recipes.check import Check
-from erniekit.recipes.datasets import TrainData, minutes_between_saves
+from erniekit.recipes.datasets import TrainData
 from erniekit.recipes.run_plan import RunPlan
+from erniekit.recipes.save_times import minutes_between_saves
 from erniekit.track.runfile import RunRecord
 from erniekit.version import __version__
 

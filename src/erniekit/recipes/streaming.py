@@ -79,13 +79,15 @@ def _source(
 
 
 def tell_read(data: TrainData, output: Path) -> bool:
-    """At the end of a run, what it has read: on screen, and its bad rows as a file. False: it had read all before."""
+    """At the end of a run, what it has read: on screen, and its bad rows as a file; the samples go. False: the run had
+    read all before it began."""
     if not isinstance(data.stream, StreamPacks):
         return False
     lines = [line for source in data.sources for line in source.report.lines()]
     for k, line in enumerate(lines):
         say(f"{'data' if k == 0 else '':<9}{line}")
-    if data.world.is_main:
-        for number, source in enumerate(cast("list[StreamSource]", data.sources)):
+    for number, source in enumerate(cast("list[StreamSource]", data.sources)):
+        if data.world.is_main:
             source.list_bad_rows(output / "bad_rows.jsonl", append=number > 0)
+        source.discard()
     return True

@@ -32,7 +32,7 @@ from erniekit.parallel.world import device_here, leave
 from erniekit.recipes import doctor, expert_layers, finish, fp8_training, plan_check, resume, run_summary, same_run
 from erniekit.recipes.build import base_identity, build
 from erniekit.recipes.built import Built
-from erniekit.recipes.datasets import TrainData, ends_with_weights_alone, minutes_between_saves, with_data
+from erniekit.recipes.datasets import TrainData, with_data
 from erniekit.recipes.generation_eval import GenerationEval
 from erniekit.recipes.kernel_table import kernel_table
 from erniekit.recipes.optimiser import backward_updates, make_optimizer
@@ -40,6 +40,7 @@ from erniekit.recipes.output_folder import take_output
 from erniekit.recipes.reference import Reference
 from erniekit.recipes.repeat import write_recipe
 from erniekit.recipes.run_plan import open_tokenizer, plan_run
+from erniekit.recipes.save_times import ends_with_weights_alone, minutes_between_saves
 from erniekit.recipes.schedule import make_schedule
 from erniekit.recipes.session import Session
 from erniekit.recipes.stage import Prepare, TrainingStage

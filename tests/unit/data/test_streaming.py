@@ -177,7 +177,7 @@ def test_another_version_of_a_file_is_another_source(files, streamed) -> None:
 def test_bad_rows_stop_it_as_soon_as_there_are_too_many(tmp_path, streamed) -> None:
     rows = [said("c", n) if n % 9 else {"src": ["?"]} for n in range(60)]
     path = write_jsonl(tmp_path / "c.jsonl", rows)
-    with pytest.raises(DataError, match="1 of 8 rows of .* cannot be used"):
+    with pytest.raises(DataError, match=r"1 of 8 rows of .* cannot be used"):
         streamed(path, store="strict").require(50)
     patient = streamed(path, store="patient", bad=0.2)
     assert not patient.require(1000)

@@ -71,7 +71,7 @@ class WebFile(StoredFile):
 
 
 class _WebAlone(HTTPRedirectHandler):
-    """A server may not send its readers to files of this machine or to other protocols, nor their password elsewhere."""
+    """A server may not send its readers to files here or to other protocols, nor their password to other hosts."""
 
     def redirect_request(self, req: Request, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Request | None:
         if urlsplit(newurl).scheme not in ("http", "https"):
