@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -56,16 +57,15 @@ def streamed(tokenizer, tmp_path: Path) -> Callable[..., StreamSource]:
 
 
 @pytest.mark.parametrize(
-    ("count", "options"),
+    ("count", "options", "packing"),
     [
-        (1, {"shuffle": False}),
-        (1, {"shuffle": True}),  # blocks are larger than the file
-        (2, {"shuffle": False}),
-        (2, {"shuffle": True, "probs": [0.7, 0.3]}),
-        (2, {"shuffle": False, "strategy": "concat"}),
+        (1, {"shuffle": False}, {}),
+        (1, {"shuffle": True}, {"packing": False}),  # blocks are larger than the file
+        (2, {"shuffle": False}, {"greedy": False}),
+        (2, {"shuffle": True, "probs": [0.7, 0.3]}, {}),
+        (2, {"shuffle": False, "strategy": "concat"}, {"greedy": False}),
     ],
 )
-@pytest.mark.parametrize("packing", [{}, {"greedy": False}, {"packing": False}])
 def test_packs_are_those_of_files_that_were_read_first(
     count: int, options: dict, packing: dict, files, streamed, opened
 ) -> None:
@@ -113,6 +113,21 @@ def test_files_of_one_entry_follow_each_other(files, streamed, opened) -> None:
     want = [opened(path).sample(i).ids for path, size in zip(files, SIZES) for i in range(size)]
     assert all(np.array_equal(source.sample(i).ids, ids) for i, ids in enumerate(want))
     assert source.report.rows == source.size == sum(SIZES)
+
+
+def test_an_object_store_is_streamed_by_its_files(files, streamed, opened) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    store = fsspec.filesystem("memory")
+    for path in files:
+        store.pipe(f"/streamed/{path.name}.gz", gzip.compress(path.read_bytes()))
+    source = streamed(*(f"memory://streamed/{path.name}.gz" for path in files))
+    assert source.require(SIZES[0] + 1)
+    first = opened(files[1]).sample(0)
+    assert np.array_equal(source.sample(SIZES[0]).ids, first.ids)
+    assert source.report.file == "memory://streamed/a.jsonl.gz"
+    before = source.fingerprint
+    store.pipe("/streamed/b.jsonl.gz", gzip.compress(b"{}"))
+    assert streamed(*source.files).fingerprint != before
 
 
 def test_a_reader_that_is_gone_is_followed_where_it_stopped(files, streamed, opened) -> None:
