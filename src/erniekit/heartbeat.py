@@ -7,9 +7,12 @@ a listener a beat is a counter.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 Item = TypeVar("Item")
 
@@ -43,6 +46,22 @@ def heard_by(listener: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         _listeners.remove(entry)
+
+
+def awaited(work: Future[Item], threads: Collection[int], every: float = 0.2) -> Item:
+    """The result of work that one of these threads does; their progress is that of the thread that waits."""
+    done, seen = threading.Event(), _count(threads)
+    work.add_done_callback(lambda _: done.set())
+    while not done.wait(every):
+        now = _count(threads)
+        if now != seen:
+            seen = now
+            beat()
+    return work.result()
+
+
+def _count(threads: Collection[int]) -> int:
+    return sum(_beats.get(thread, 0) for thread in tuple(threads))
 
 
 def join(thread: threading.Thread, every: float = 0.2) -> None:

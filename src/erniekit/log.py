@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from erniekit.printable import plain_lines
+from erniekit.printable import plain_lines, public
 
 _warned: set[str] = set()
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "cyan": "36"}
@@ -48,12 +48,12 @@ _SECRET_NAMES = ("api_key", "http_proxy")  # parts of the names of secret keys; 
 
 
 def without_secrets(arguments: Sequence[str]) -> list[str]:
-    """A command line without the value of a key that is secret."""
+    """A command line without the value of a key that is secret, and without passwords and signatures of addresses."""
     out, hide = [], False
     for argument in arguments:
         name, equals, _ = argument.partition("=")
         secret = any(part in name.replace("-", "_") for part in _SECRET_NAMES)
-        out.append("***" if hide else f"{name}=***" if secret and equals else argument)
+        out.append("***" if hide else f"{name}=***" if secret and equals else public(argument))
         hide = secret and not equals
     return out
 

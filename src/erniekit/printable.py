@@ -1,4 +1,6 @@
-"""Text of files, rows and strangers as a terminal may show it: errors, log lines and bad rows pass through here."""
+"""Text of files, rows and strangers as a terminal may show it: errors, log lines and bad rows pass through here.
+
+What is stored of addresses passes through `public`."""
 
 from __future__ import annotations
 
@@ -18,14 +20,51 @@ _MEMBER = re.compile(r"<\w+ filename='([^']*)'[^>]*>")
 _CODE = re.compile(r"<|>|\b0x[0-9a-fA-F]+|\w\.[A-Za-z_]|\w_\w|\w\(\)")
 
 
+# Texts, not patterns: they are needed where an address is shown, and compiling them at every start is felt.
+_SCHEME = "[A-Za-z][A-Za-z0-9+.-]*://"
+_NEXT = f"(?!,{_SCHEME})"  # several addresses may be joined by commas
+# Addresses: their scheme, a user and password, host and path, and the query.
+_ADDRESS = rf"\b({_SCHEME})(?:([^/\s?#'\"]*)@)?((?:{_NEXT}[^\s?#'\"])*)(?:\?((?:{_NEXT}[^\s#'\"])*))?"
+# Parameters that let their holder in, by their last word: X-Amz-Signature, access_token, sig.
+_SECRET = "(?:^|[-_.])(?:sig|signature|token|key|apikey|secret|password|passwd|pwd|auth|credential)$"
+_SIGNING = "x-(?:amz|goog|oss|cos|ms)-|q-(?:sign|ak|key|header|url)"  # all that goes with a signature
+_SIGNED = ("awsaccesskeyid", "ossaccesskeyid", "googleaccessid", "key-pair-id", "policy", "expires", "hmac")
+_OF_AZURE = ("sv", "st", "se", "sr", "sp", "sip", "spr", "ss", "srt", "skoid", "sktid", "skt", "ske", "sks", "skv")
+HIDDEN = "***"
+
+
+def public(text: str) -> str:
+    """The text without passwords and signatures of the addresses in it. Addresses that differ in those alone, such as
+    two that were signed on different days, become the same."""
+    return re.sub(_ADDRESS, _public_address, text) if "://" in text else text
+
+
+def _public_address(found: re.Match[str]) -> str:
+    scheme, user, rest, query = found.groups()
+    if user is not None:  # other schemes have names in front of an @ that are no secrets: abfs://container@account
+        rest = f"{HIDDEN if ':' in user or scheme.lower().startswith('http') else user}@{rest}"
+    if not query:
+        return scheme + rest + ("" if query is None else "?")
+    parts = query.split("&")
+    names = [part.partition("=")[0].lower() for part in parts]
+    azure = _OF_AZURE if "sig" in names else ()
+    kept = [part for part, name in zip(parts, names) if not _is_signing(name) and name not in azure and part != HIDDEN]
+    return f"{scheme}{rest}?{'&'.join([*kept, HIDDEN] if len(kept) < len(parts) else kept)}"
+
+
+def _is_signing(name: str) -> bool:
+    return name in _SIGNED or bool(re.search(_SECRET, name) or re.match(_SIGNING, name))
+
+
 def plain(text: str, most: int = LONGEST_LINE) -> str:
     """One line: what would not print as escapes, and the middle of a long text left out."""
-    text = _UNPRINTED.sub(_escaped, text)
+    text = _UNPRINTED.sub(_escaped, public(text))
     return text if len(text) <= most else f"{text[: (most - 3) // 2]}...{text[len(text) - (most - 2) // 2 :]}"
 
 
 def plain_lines(text: str) -> str:
     """As `plain`, of a text whose lines, tabs and colours are ours."""
+    text = public(text)
     if not _ORDERS.search(text):
         return text
     pieces = _COLOUR.split(text)

@@ -11,7 +11,7 @@ import pytest
 
 from erniekit.checkpoint import manifest
 from erniekit.config import load
-from erniekit.recipes.datasets import minutes_between_saves
+from erniekit.recipes.save_times import minutes_between_saves
 from support.plain_adamw import results_come_late
 
 ALWAYS = 1e-6  # minutes: after every step

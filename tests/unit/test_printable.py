@@ -8,7 +8,7 @@ from erniekit.data.inspect import data_command
 from erniekit.data.types import RowProblem
 from erniekit.errors import DataError
 from erniekit.log import paint, say, warn
-from erniekit.printable import plain
+from erniekit.printable import plain, public
 from support.jsonl import write_jsonl
 
 HOSTILE = "media/\x1b[2J\x1b]0;owned\x07x\r\x9b1m\u202e\ud800.png"
@@ -49,3 +49,26 @@ def test_the_names_of_fields_and_files_in_a_dataset_cannot_forge_lines(tmp_path,
     out = capsys.readouterr().out
     assert is_plain(out)
     assert "\nall is well" not in out
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("https://me:sesame@host/a.jsonl", "https://***@host/a.jsonl"),
+        ("https://token@host/a.jsonl", "https://***@host/a.jsonl"),
+        ("abfs://container@account.net/a.jsonl", "abfs://container@account.net/a.jsonl"),
+        ("https://h/a?X-Amz-Date=1&X-Amz-Signature=abc&versionId=7", "https://h/a?versionId=7&***"),
+        ("https://h/a?sv=2024&se=9&sp=r&sig=abc%3D", "https://h/a?***"),
+        ("https://h/a?se=9&split=train", "https://h/a?se=9&split=train"),
+        ("https://h/a?access_token=abc", "https://h/a?***"),
+        ("https://me:p@ss@host/a", "https://***@host/a"),
+        ("https://h/a,https://me:word@h/b?sig=1,s3://b/c?x=2", "https://h/a,https://***@h/b?***,s3://b/c?x=2"),
+        ("https://h/a?page=2&max_tokens=3", "https://h/a?page=2&max_tokens=3"),
+        ("hf:owner/name?split=train&revision=key", "hf:owner/name?split=train&revision=key"),
+        ("no address, token=abc", "no address, token=abc"),
+    ],
+)
+def test_addresses_are_shown_without_what_lets_their_holder_in(address: str, shown: str) -> None:
+    assert public(f"look at {address} now") == f"look at {shown} now"
+    assert public(public(address)) == public(address)
+    assert str(DataError("no", where=address)).endswith(shown)

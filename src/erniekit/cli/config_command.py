@@ -13,6 +13,7 @@ from pathlib import Path
 from erniekit.config import NotYetSupported, RunConfig, load, not_yet_supported
 from erniekit.config.flat import KEYS
 from erniekit.config.note import shown
+from erniekit.config.run import stored_value
 from erniekit.config.sections import SECTIONS
 from erniekit.errors import ConfigError
 from erniekit.log import paint
@@ -92,7 +93,7 @@ def _tells(cfg: RunConfig, name: str) -> bool:
 
 
 def _cell(cfg: RunConfig, name: str) -> str:
-    value = "***" if KEYS[name].secret and cfg[name] else shown(cfg[name])
+    value = "***" if KEYS[name].secret and cfg[name] else shown(stored_value(cfg[name]))
     return f"{name} {value}  {_origin(cfg, cfg.origin(name))}"
 
 

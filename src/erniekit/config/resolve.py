@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from erniekit.config.note import Note
-from erniekit.config.rules import adapters, batch, frozen, kind, layout, optimiser, order, schedule, stages
+from erniekit.config.rules import adapters, batch, frozen, kind, layout, optimiser, order, schedule, stages, streaming
 from erniekit.config.sources import Sources
 from erniekit.config.view import Rule, View
 
@@ -93,6 +93,7 @@ RULES: tuple[Rule, ...] = (
     schedule.quantised_states_can_be_disabled,
     optimiser.compressed_states_are_saved_as_they_are,
     schedule.saves_happen_within_the_run,
+    streaming.streams_have_no_known_end,
     stages.keys_of_another_stage,
 )
 

@@ -38,8 +38,7 @@ from erniekit.config.sections.train import TrainSection
 from erniekit.config.sections.tuning import TuningSection
 from erniekit.config.sections.vision import VisionSection
 from erniekit.errors import ConfigError
-
-HIDDEN = "***"
+from erniekit.printable import HIDDEN, public
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ class RunConfig:
     def flat(self) -> dict[str, Any]:
         """Every key and its value; secrets are hidden."""
         values = {name: self[name] for name in KEYS}
-        return {n: HIDDEN if v and KEYS[n].secret else v for n, v in values.items()}
+        return {n: HIDDEN if v and KEYS[n].secret else stored_value(v) for n, v in values.items()}
 
     def replace(self, **flat_keys: Any) -> RunConfig:
         """The same run with some values changed, typed like any input; rules are not applied again."""
@@ -188,6 +187,13 @@ def make_run(
     ignored: tuple[IgnoredKey, ...],
 ) -> RunConfig:
     return RunConfig(**build(values), command=command, files=files, origins=dict(origins), notes=notes, ignored=ignored)
+
+
+def stored_value(value: Any) -> Any:
+    """Without passwords and signatures of addresses."""
+    if isinstance(value, tuple):
+        return tuple(map(stored_value, value))
+    return public(value) if isinstance(value, str) else value
 
 
 def _as_json(value: Any) -> Any:

@@ -9,21 +9,23 @@ import argparse
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
-from erniekit.data.formats import Raw, detect, parse, parse_pair, rows
+from erniekit.data.formats import Detected, Raw, detect, parse, parse_pair
 from erniekit.data.formats.columns import Columns
 from erniekit.data.formats.files import decode
 from erniekit.data.inspect import as_flags, columns_given
 from erniekit.data.overlap import OverlapIndex
 from erniekit.data.quality import Read, is_near_empty, row_key
 from erniekit.data.storage import listed_files
+from erniekit.data.tokenise import whole_rows
 from erniekit.data.types import RowProblem
 from erniekit.errors import ConfigError, DataError
 from erniekit.log import paint, say, warn
+from erniekit.printable import counted, public
 from erniekit.progress import WorkProgress
 
 _SHOWN = 50  # rows printed; all are in the list beside the copy
@@ -101,7 +103,9 @@ class _Cleaning:
         self._tell()
 
     def _copy(self, copy: IO[str], listed: IO[str]) -> None:
-        for file in listed_files(self.given.files):
+        files = listed_files(self.given.files)
+        self._refuse_mixture([file.path for file in files])
+        for file in files:
             for where, raw, found in self._read(file.path):
                 kind, reason = self._verdict(found, where)
                 if not kind:
@@ -113,17 +117,28 @@ class _Cleaning:
                 if self.reasons.total() <= _SHOWN:
                     say(f"  {paint(where, 'yellow')}: {kind}: {reason}")
 
+    def _refuse_mixture(self, paths: Sequence[str | Path]) -> None:
+        """Rows of several formats in one file could not be read again: a file has one."""
+        formats = {path: _format(detect(path, columns=self.columns)) for path in paths}
+        other = next((path for path in paths if formats[path] != formats[paths[0]]), None)
+        if other is not None:
+            raise DataError(
+                f"{paths[0]} is {formats[paths[0]]} and {other} is {formats[other]}: one copy holds one format",
+                where=str(other),
+                fix="clean them one by one, each with its own --output",
+            )
+
     def _read(self, path: str | Path) -> Iterator[tuple[str, Raw, Read | RowProblem]]:
         detected = detect(path, columns=self.columns)
         with WorkProgress(f"reading {Path(str(path)).name}", None, "rows") as progress:
-            for line, raw in rows(path):
+            for line, raw in whole_rows(str(path)):
                 found: Any
                 if detected.preference:
                     pair = parse_pair(raw, line, path, detected.format, columns=self.columns)
                     found = pair if isinstance(pair, RowProblem) else [pair]
                 else:
                     found = parse(raw, line, path, detected.format, columns=self.columns)
-                yield f"{path}:{line}", raw, found
+                yield f"{public(str(path))}:{line}", raw, found
                 progress.add()
 
     def _verdict(self, found: Read | RowProblem, where: str) -> tuple[str, str]:
@@ -146,10 +161,17 @@ class _Cleaning:
     def _tell(self) -> None:
         if self.reasons.total() > _SHOWN:
             say(f"  ... and {self.reasons.total() - _SHOWN:,} more")
-        why = ", ".join(f"{count:,} {kind}" for kind, count in self.reasons.most_common()) or "none"
-        say(f"{paint(str(self.output), 'bold')}: {self.kept:,} rows; left out: {why} (all listed in {self.removed})")
+        why = ", ".join(f"{count:,} {kind}" for kind, count in self.reasons.most_common())
+        why += f" (all listed in {self.removed})" if why else "none"
+        say(f"{paint(str(self.output), 'bold')}: {counted(self.kept, 'row')}; left out: {why}")
         if not self.kept:
             warn(f"no row is left: {self.output} is empty")
+
+
+def _format(found: Detected) -> str:
+    # chatml rows are messages rows with tools: one reader takes both
+    name = "messages" if found.format == "chatml" else found.format
+    return f"{name} preference data" if found.preference else name
 
 
 def _json_line(raw: Raw) -> str:

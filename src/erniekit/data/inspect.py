@@ -24,6 +24,7 @@ from erniekit.data.tokenizer import load_tokenizer
 from erniekit.data.types import ChatMessage, Conversation, RowProblem
 from erniekit.errors import ConfigError, DataError
 from erniekit.log import paint, say
+from erniekit.printable import counted
 from erniekit.progress import WorkProgress
 from erniekit.registry import nearest
 
@@ -33,13 +34,25 @@ KEYS_TAKEN = ("train_dataset_type", "model_name_or_path", "max_seq_len", "column
 
 
 def data_command(args: list[str]) -> int:
-    """Exit code 0 when every row of every file is usable, 1 when some are not."""
+    """Exit code 0 when every row of every file is usable, 1 when some are not, 2 when a file cannot be read."""
     given = data_parser().parse_args(as_flags(args))
     for name, least in (("pixels", given.pixels), ("length", given.length)):
         if least is not None and least < 1:
             raise ConfigError(f"--{name} is {least}", where="erniekit data", fix=f"--{name} takes a number from 1 on")
     given.columns = columns_given(given.columns)
-    return max([_check(str(file.path), given) for file in listed_files(given.files)])
+    files = listed_files(given.files)
+    return max(_checked(str(file.path), given, alone=len(files) == 1) for file in files)
+
+
+def _checked(path: str, given: argparse.Namespace, alone: bool) -> int:
+    """Of several files, one that cannot be read does not hide the others."""
+    try:
+        return _check(path, given)
+    except DataError as error:
+        if alone:
+            raise
+        say("\n".join(error.lines()))
+        return error.exit_code
 
 
 def as_flags(args: list[str], taken: Sequence[str] = KEYS_TAKEN, command: str = "erniekit data") -> list[str]:
@@ -120,9 +133,9 @@ def _check(path: str, given: argparse.Namespace) -> int:
     if not total:
         raise DataError("dataset holds no rows", where=path)
     bad = sum(kinds.values())
-    what = "preference pairs" if found.preference else "conversations"
+    what = counted(examples, "preference pair" if found.preference else "conversation")
     say(f"{path}: {paint(found.format, 'bold')} ({found.why})")
-    say(f"  {total:,} rows, {examples:,} {what}, {bad:,} bad rows ({bad / total:.2%})")
+    say(f"  {counted(total, 'row')}, {what}, {counted(bad, 'bad row')} ({bad / total:.2%})")
     if thoughts:
         say(f"  {thoughts:,} answers think first; `train_thinking` says what becomes of their thoughts")
     if unused:

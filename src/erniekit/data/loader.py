@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from threading import get_ident
 from typing import Any, Protocol
 
 import numpy as np
 
+from erniekit import heartbeat
 from erniekit.data.collate import collate, collate_joined
 from erniekit.data.pack import Members
 from erniekit.data.types import IGNORE, Batch, Pack, Sample
@@ -57,11 +59,12 @@ class BatchLoader:
         pad_multiple: int = 8,
         pad_to: int | None = None,
         lengths: Sequence[int] = (),
+        steps: int | None = None,
         collate: Callable[..., Batch] = collate,
         noise: Callable[[Batch, Sequence[Pack]], Batch] | None = None,
     ) -> None:
         """lengths: rows of a micro-batch are joined and padded to one of these, instead of to `pad_to` each.
-        noise: adds to a batch what its embeddings get in training (embedding_noise.py)."""
+        steps: no more are prepared. noise: adds to a batch what its embeddings get in training (embedding_noise.py)."""
         assert 0 <= dp_rank < dp_size
         self.stream, self.sources = stream, sources
         self.batch_size, self.accumulation = batch_size, accumulation
@@ -75,7 +78,9 @@ class BatchLoader:
         self._noise = noise
         self._consumed = start_pack
         self._end = len(stream) if stream.epochs is not None else None
+        self._until = None if steps is None else start_pack + steps * self.packs_per_step
         self._pool: ThreadPoolExecutor | None = None
+        self._threads: set[int] = set()
 
     @property
     def packs_per_step(self) -> int:
@@ -93,7 +98,7 @@ class BatchLoader:
 
     def __iter__(self) -> Iterator[list[Batch]]:
         if not self.num_workers:
-            while not self._at_end(self._consumed):
+            while self._goes_on(self._consumed):
                 yield self._hand_out(self._step(self._consumed))
             return
         self.close()
@@ -102,12 +107,12 @@ class BatchLoader:
         planned = self._consumed
         try:
             while True:
-                while len(ahead) < self.num_workers + self.prefetch and not self._at_end(planned):
+                while len(ahead) < self.num_workers + self.prefetch and self._goes_on(planned):
                     ahead.append(pool.submit(self._step, planned))
                     planned += self.packs_per_step
                 if not ahead:
                     return
-                yield self._hand_out(ahead.popleft().result())
+                yield self._hand_out(heartbeat.awaited(ahead.popleft(), self._threads))
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -123,10 +128,14 @@ class BatchLoader:
             self._consumed = min(self._consumed, self._end)
         return step
 
+    def _goes_on(self, pack: int) -> bool:
+        return not self._at_end(pack) and (self._until is None or pack < self._until)
+
     def _at_end(self, pack: int) -> bool:
         return self._end is not None and pack >= self._end
 
     def _step(self, first: int) -> list[Batch]:
+        self._threads.add(get_ident())
         per_call = self.batch_size * self.dp_size  # packs that all ranks together take in one micro-batch
         calls = range(first, first + self.packs_per_step, per_call)
         return [self._micro_batch(call + self.dp_rank * self.batch_size) for call in calls if not self._at_end(call)]

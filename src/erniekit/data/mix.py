@@ -20,7 +20,7 @@ STRATEGIES = ("random", "concat", "interleave_under", "interleave_over")
 BLOCK = 1024  # positions that share one exact division among the sources
 COUNTED = 1 << 16  # positions that are counted at once
 SMALLEST_SHARE = Fraction(1, 2**20)  # a block must hold at least one draw of every source
-_PASS, _TABLE = 0, 1  # keep the two uses of one seed apart
+PASS, TABLE = 0, 1  # keep the two uses of one seed apart
 
 Drawn = tuple[np.ndarray, np.ndarray]  # source number and sample index per position, index -1: an empty place
 
@@ -129,7 +129,7 @@ class SampleOrder:
 
     def take(self, start: int, count: int) -> Drawn:
         unit = self._block if self._weighted else self.epoch_size()
-        return gather(lambda n: self._remember((_TABLE, n), self._table, n), unit, start, count)
+        return gather(lambda n: self._remember((TABLE, n), self._table, n), unit, start, count)
 
     def _remember(self, key: tuple[int, ...], make: Callable[..., Any], *args: int) -> Any:
         """The last few tables and permutations: the current ones, and the next where a pass ends."""
@@ -147,7 +147,7 @@ class SampleOrder:
             return np.arange(first, first + count) % size
         while count > 0:
             number, offset = divmod(first, size)
-            order = self._remember((_PASS, k, number), self._permutation, k, number)
+            order = self._remember((PASS, k, number), self._permutation, k, number)
             parts.append(order[offset : offset + count])
             first, count = first + len(parts[-1]), count - len(parts[-1])
         if len(parts) == 1:
@@ -155,15 +155,17 @@ class SampleOrder:
         return np.concatenate(parts) if parts else np.zeros(0, np.int32)
 
     def _seeded(self, *words: int) -> np.random.RandomState:
-        seed = (self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF)
-        self._random.seed(np.array([*seed, *words], dtype=np.uint32))
+        self._random.seed(self._seed_words(*words))
         return self._random
+
+    def _seed_words(self, *words: int) -> np.ndarray:
+        return np.array([self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF, *words], dtype=np.uint32)
 
     def _permutation(self, k: int, number: int) -> np.ndarray:
         order = np.arange(self._sizes[k], dtype=np.int32)
         if self.shuffle:
             # the source's own number, so that a zero-probability neighbour changes nothing
-            order = self._seeded(_PASS, self._live[k], number).permutation(self._sizes[k]).astype(np.int32)
+            order = self._seeded(PASS, self._live[k], number).permutation(self._sizes[k]).astype(np.int32)
         if self._keys and (self._ordered_passes is None or number < self._ordered_passes):
             order = order[np.argsort(self._keys[self._live[k]][order], kind="stable")]
         return order
@@ -199,7 +201,7 @@ class SampleOrder:
         """Which live source stands at each position; within a source the order is its own."""
         place = np.repeat(np.arange(len(counts), dtype=np.int16), counts)
         if self.shuffle:
-            self._seeded(_TABLE, number).shuffle(place)
+            self._seeded(TABLE, number).shuffle(place)
         elif not self._in_file_order:  # spread each source evenly
             when = np.concatenate([(np.arange(n) + 0.5) / n for n in counts if n])
             place = place[np.argsort(when, kind="stable")]

@@ -100,7 +100,7 @@ class PackStream:
         self.order, self.lengths, self.max_seq_len, self.epochs = order, list(lengths), max_seq_len, epochs
         self.packing, self.greedy, self.buffer_size = packing, greedy, buffer_size
         self.costs, self.max_cost = list(costs) if max_cost else [], max_cost or 0
-        self._epoch = order.epoch_size()
+        self._epoch = self._epoch_of(order)
         self._starts = [0]  # position where window w begins ...
         self._first = [0]  # ... and the number of its first pack
         self._windows: OrderedDict[int, list[Members]] = OrderedDict()
@@ -170,9 +170,11 @@ class PackStream:
     def _window(self, start: int, most: int | None = None) -> tuple[np.ndarray, np.ndarray, list[int], int]:
         """The window at position `start`, of `most` positions at most: its samples' sources and indices, their bins,
         and the positions it takes."""
-        left = min(self._epoch - start % self._epoch, most or self._epoch)
-        count = min(self.buffer_size, left)
+        count = self.buffer_size
         while True:
+            left = self._left(start, count + 1)
+            left = min(left, most or left)
+            count = min(count, left)
             source, index = self.order.take(start, count)
             kept = np.flatnonzero(index >= 0)
             source, index = source[kept], index[kept]
@@ -186,7 +188,14 @@ class PackStream:
             if bins and bins[-1] > 0:  # the last pack may go on: it begins the next window
                 cut = bisect_left(bins, bins[-1])
                 return source[:cut], index[:cut], bins[:cut], int(kept[cut])
-            count = min(2 * count, left)
+            count *= 2
+
+    def _epoch_of(self, order: DrawOrder) -> int:
+        return order.epoch_size()
+
+    def _left(self, start: int, wanted: int) -> int:
+        """Positions up to the end of the epoch; at least `wanted` where it is further away."""
+        return self._epoch - start % self._epoch
 
     def _greedy(self, source: np.ndarray, index: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[int]]:
         return source, index, self._fill(source, index, True)

@@ -14,6 +14,7 @@ import numpy as np
 
 from erniekit.data.types import RowProblem
 from erniekit.errors import DataError
+from erniekit.printable import counted, public
 
 SHOWN = 20  # bad rows quoted in an error
 SHOWN_LINES = 5  # of repeated and near-empty rows
@@ -60,6 +61,10 @@ class DataReport:
     patches: int = 0
     seconds: float = 0.0  # of tokenising, when it was done
     from_cache: bool = False
+    so_far: bool = False  # the source was still being read
+
+    def __post_init__(self) -> None:
+        self.file = public(self.file)
 
     @property
     def bad_rows(self) -> int:
@@ -125,18 +130,19 @@ class DataReport:
             )
 
     def lines(self) -> list[str]:
-        what, learnt = ("pairs", "scored") if self.pair_lengths else ("samples", "trained")
+        what, learnt = ("pair", "scored") if self.pair_lengths else ("sample", "trained")
         if self.desirable is not None:
-            what = "answers"
+            what = "answer"
         out = [
-            f"{self.file} ({self.format}): {self.rows:,} rows, {self.samples:,} {what}, "
-            f"{short(self.tokens)} tokens, {self.trained_share:.0%} {learnt}" + (" (cached)" if self.from_cache else "")
+            f"{self.file} ({self.format}): {counted(self.rows, 'row')}, {counted(self.samples, what)}, "
+            f"{short(self.tokens)} tokens, {self.trained_share:.0%} {learnt}"
+            + (" (cached)" if self.from_cache else " (so far)" if self.so_far else "")
         ]
         if self.lengths:
             told = ", ".join(f"{name} {n:,}" for name, n in self.lengths.items())
             top = max(n for _, n in self.histogram)
             bars = "".join(_BARS[-(-8 * n // top)] for _, n in self.histogram)
-            one = "an answer" if what == "answers" else f"a {what[:-1]}"
+            one = "an answer" if what == "answer" else f"a {what}"
             out.append(f"  tokens {one}: {told}  {bars} (to {self.histogram[-1][0]:,})")
         if self.pictures or self.videos:
             share = self.vision_tokens / self.tokens if self.tokens else 0

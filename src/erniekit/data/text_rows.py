@@ -16,7 +16,7 @@ from typing import IO, Any, NamedTuple
 from erniekit.data.formats import files
 from erniekit.data.formats.encodings import UTF8, as_utf8
 from erniekit.data.formats.files import MAX_ROW_BYTES, Raw, Unpacked, rows, skip_line
-from erniekit.data.types import RowProblem
+from erniekit.data.types import UNREADABLE, RowProblem
 from erniekit.errors import DataError
 from erniekit.files import refuse_special
 
@@ -76,7 +76,7 @@ def documents(path: Path, place: Place) -> Iterator[FoundDocument]:
                 offset = stream.tell()
                 yield FoundDocument(number, raw, Place(place.file, offset, line), disk.tell() if packed else offset)
         except (OSError, EOFError, zlib.error) as error:
-            told = RowProblem(str(path), number + 1, "unreadable", f"the file cannot be read further: {error}")
+            told = RowProblem(str(path), number + 1, UNREADABLE, f"the file cannot be read further: {error}")
             yield FoundDocument(number + 1, told, Place(place.file, _LOST, number + 1), size)
 
 

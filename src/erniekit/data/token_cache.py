@@ -42,6 +42,7 @@ REPORT = "report.json"
 class TokenSource:
     """Samples of one file, read by position: what is resident does not grow with the file or with use."""
 
+    _path = ""
     patches: np.ndarray | None = None  # of each sample's pictures, where it has some
 
     def __init__(self, folder: Path, report: DataReport) -> None:
@@ -53,7 +54,8 @@ class TokenSource:
 
     @property
     def path(self) -> str:
-        return self.report.file
+        """Where its rows are, to read them again; a report names it without passwords."""
+        return self._path or self.report.file
 
     @property
     def fingerprint(self) -> str:
@@ -131,17 +133,43 @@ def open_source(
     `kind` both are that kind's.
     DataError when too many rows are bad or none is usable; all bad rows are written to `bad_rows_path` either way."""
     path = as_place(path)
-    if columns and format:
-        check_columns(path, columns)
     if kind is not None:
+        if columns and format:
+            check_columns(path, columns)
         kind = kind if isinstance(kind, RowKind) else kind(path, format, columns)
         job = kind.job(str(path), kind.name, tokenizer, max_seq_len, overlong, False, pairs, thinking, columns)
-        return kind.source(*tokenised(job, cache_dir, num_proc, max_bad_fraction, bad_rows_path, append_bad_rows))
+        found = kind.source(*tokenised(job, cache_dir, num_proc, max_bad_fraction, bad_rows_path, append_bad_rows))
+        found._path = str(path)
+        return found
+    job = row_job(
+        path, format, tokenizer, max_seq_len=max_seq_len, overlong=overlong, compat=compat, pairs=pairs,
+        thinking=thinking, columns=columns,
+    )  # fmt: skip
+    folder, report = tokenised(job, cache_dir, num_proc, max_bad_fraction, bad_rows_path, append_bad_rows)
+    source = TokenSource(folder, report) if pairs is None else PairSource(folder, report)
+    source._path = str(path)
+    return source
+
+
+def row_job(
+    path: str | Path,
+    format: str | None,
+    tokenizer: Tokenizer,
+    *,
+    max_seq_len: int,
+    overlong: Literal["drop", "truncate"] = "drop",
+    compat: bool = False,
+    pairs: PairRules | None = None,
+    thinking: Thinking = "all",
+    columns: Columns = (),
+) -> TokeniseJob:
+    """How rows of a file become samples; its format is found out where it is not given."""
+    path = as_place(path)
+    if columns and format:
+        check_columns(path, columns)
     format = format or _detected(path, pairs is not None, columns)
     (FORMATS if pairs is None else PREFERENCE_FORMATS).get(format)  # an unknown name is said before the file is read
-    job = TokeniseJob(str(path), format, tokenizer, max_seq_len, overlong, compat, pairs, thinking, columns)
-    folder, report = tokenised(job, cache_dir, num_proc, max_bad_fraction, bad_rows_path, append_bad_rows)
-    return TokenSource(folder, report) if pairs is None else PairSource(folder, report)
+    return TokeniseJob(str(path), format, tokenizer, max_seq_len, overlong, compat, pairs, thinking, columns)
 
 
 def tokenised(
@@ -154,7 +182,7 @@ def tokenised(
 ) -> tuple[Path, DataReport]:
     """The cache folder of a job, filled now or found whole, and its report, within the bound on bad rows."""
     content, lines = digest_of(job.path)
-    folder = Path(cache_dir or default_cache_dir()) / "tokens" / _key(job, content)
+    folder = Path(cache_dir or default_cache_dir()) / "tokens" / cache_key(job, content)
     report = _opened(folder, job)
     if report is None:
         report = _build(folder, job, num_proc or cores(), lines)
@@ -208,7 +236,8 @@ def digest_of(path: str | Path) -> tuple[str, int]:
     return located(path).identity()
 
 
-def _key(job: TokeniseJob, content: str) -> str:
+def cache_key(job: TokeniseJob, content: str) -> str:
+    """Of a content and all that turns it into samples."""
     told = {
         "version": cache_versions.SAMPLES,
         "content": content,

@@ -30,11 +30,12 @@ from erniekit.data.preference_assemble import assemble_pair
 from erniekit.data.quality import RowCounts, is_near_empty, row_key
 from erniekit.data.report import FAULT, SHOWN, DataReport
 from erniekit.data.row_workers import Rows, in_parallel
+from erniekit.data.storage import as_place, is_remote
 from erniekit.data.template import Turn
 from erniekit.data.thinking import Thinking
 from erniekit.data.tokenizer import Tokenizer
-from erniekit.data.types import IGNORE, Conversation, RowProblem, Sample
-from erniekit.errors import ErnieKitError
+from erniekit.data.types import IGNORE, UNREADABLE, Conversation, RowProblem, Sample
+from erniekit.errors import DataError, ErnieKitError
 from erniekit.printable import fault_of
 from erniekit.progress import WorkProgress
 
@@ -156,6 +157,26 @@ def _without_system(said: Conversation | Preference) -> Conversation | Preferenc
     return replace(said, prompt=messages[1:])
 
 
+def add_counts(report: DataReport, chunk: Chunk, path: str) -> list[RowProblem]:
+    """What a chunk of `path` adds to a report, lengths and quality.py's counts apart; returns its bad rows."""
+    report.rows += chunk.rows
+    for name, count in chunk.sums.items():
+        setattr(report, name, getattr(report, name) + count)
+    for name, count in chunk.unused.items():
+        known = name if name in report.unused or len(report.unused) < MOST_FIELDS else OTHER_FIELDS
+        report.unused[known] = report.unused.get(known, 0) + count
+    report.trained_tokens += int((chunk.main.labels != IGNORE).sum())
+    bad, dropped = ([RowProblem(path, *one) for one in told] for told in (chunk.bad, chunk.dropped))
+    for problems, counts, first in (
+        (bad, report.bad, report.first_bad),
+        (dropped, report.dropped, report.first_dropped),
+    ):
+        for one in problems:
+            counts[one.kind] = counts.get(one.kind, 0) + 1
+        first += problems[: SHOWN - len(first)]
+    return bad
+
+
 class SampleWriter:
     """Samples written so far: tokens in two files, a few numbers per sample in memory."""
 
@@ -186,15 +207,12 @@ class Writer:
     ) -> None:
         self.job, self.main, self.later, self.bad_rows = job, main, later, bad_rows
         self._forms = [np.zeros((0, 2), np.int64)]
-        self._bad: Counter[str] = Counter()
-        self._dropped: Counter[str] = Counter()
-        self._unused: Counter[str] = Counter()
         self._rows = RowCounts()
         self.report = DataReport(job.path, job.format, thinking=job.thinking)
         self.more = more
 
     def add(self, chunk: Chunk) -> None:
-        report, forms = self.report, np.array(chunk.forms, np.int64).reshape(-1, 2)
+        forms = np.array(chunk.forms, np.int64).reshape(-1, 2)
         if self.more is not None:
             self.more.add(chunk)
         if self.job.two_forms:
@@ -203,20 +221,8 @@ class Writer:
             self._forms.append(forms)
         self.main.add(chunk.main)
         self.later.add(chunk.later)
-        report.rows += chunk.rows
-        for name, count in chunk.sums.items():
-            setattr(report, name, getattr(report, name) + count)
-        for name, count in chunk.unused.items():
-            known = name in self._unused or len(self._unused) < MOST_FIELDS
-            self._unused[name if known else OTHER_FIELDS] += count
         self._rows.add(chunk.keys, chunk.near_empty)
-        report.trained_tokens += int((chunk.main.labels != IGNORE).sum())
-        self._bad.update(kind for _, kind, _ in chunk.bad)
-        self._dropped.update(kind for _, kind, _ in chunk.dropped)
-        bad, dropped = ([RowProblem(self.job.path, *one) for one in told] for told in (chunk.bad, chunk.dropped))
-        for first, problems in ((report.first_bad, bad), (report.first_dropped, dropped)):
-            first += problems[: SHOWN - len(first)]
-        for one in bad:
+        for one in add_counts(self.report, chunk, self.job.path):
             told_row = {"line": one.line, "kind": one.kind, "reason": one.reason}
             self.bad_rows.write(json.dumps(told_row, ensure_ascii=False) + "\n")
 
@@ -225,8 +231,7 @@ class Writer:
         if self.job.pairs is not None:
             self.job.measure(self.report, np.concatenate(self.main.lengths), np.concatenate(self.main.parts))
             np.save(folder / PAIR_PARTS, np.concatenate([*self.main.parts, *self.later.parts]))
-        self.report.bad, self.report.dropped = dict(self._bad), dict(self._dropped)
-        self.report.unused = dict(self._unused.most_common())
+        self.report.unused = dict(Counter(self.report.unused).most_common())
         self._rows.fill(self.report)
         self.report.encoding = file_encoding(self.job.path).said()
         lengths = np.concatenate([*self.main.lengths, *self.later.lengths])
@@ -246,7 +251,7 @@ class Writer:
 
 def tokenise_file(job: TokeniseJob, folder: Path, num_proc: int, expected_rows: int | None = None) -> DataReport:
     """Fill `folder` from `job.path`; only a few chunks per core are in memory at a time."""
-    chunks = _cut(rows(job.path), job.chunk_rows)
+    chunks = cut(whole_rows(job.path), job.chunk_rows)
     head = list(islice(chunks, 2))
     if len(head) < 2 or num_proc < 2:  # a worker's start would cost more than it saves
         made: Iterable[Chunk] = (job.work(batch) for batch in chain(head, chunks))
@@ -265,7 +270,21 @@ def tokenise_file(job: TokeniseJob, folder: Path, num_proc: int, expected_rows: 
         return writer.finish(folder)
 
 
-def _cut(lines: Iterator[tuple[int, Any]], most: int) -> Iterator[Rows]:
+def whole_rows(path: str) -> Iterator[tuple[int, Any]]:
+    """Rows to the end of the data. Of a remote file a part is not taken for the whole: a connection that is lost would
+    look like its end."""
+    remote = is_remote(as_place(path))
+    for number, raw in rows(path):
+        if remote and isinstance(raw, RowProblem) and raw.kind == UNREADABLE:
+            raise DataError(
+                f"row {number:,}: {raw.reason}",
+                where=path,
+                fix="start the same command again once it can be read; copy and repair it if the file is damaged",
+            )
+        yield number, raw
+
+
+def cut(lines: Iterator[tuple[int, Any]], most: int) -> Iterator[Rows]:
     batch: Rows = []
     size = 0
     for line, raw in lines:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from erniekit.printable import plain
+from erniekit.printable import plain, public
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +55,9 @@ class Conversation:
         return Spoken((self.messages,), self.messages, self.tools)
 
 
+UNREADABLE = "unreadable"  # the kind of a row behind which the rest of its file could not be read
+
+
 @dataclass(frozen=True)
 class RowProblem:
     """A row that cannot be used, or was dropped by a rule. `kind` is a short slug that reports count by; `reason` may
@@ -67,6 +70,7 @@ class RowProblem:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reason", plain(self.reason, LONGEST_REASON))
+        object.__setattr__(self, "file", public(self.file))
 
 
 @dataclass(frozen=True)

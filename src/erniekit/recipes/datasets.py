@@ -23,6 +23,7 @@ from erniekit.data.pack import PackStream
 from erniekit.data.preference import PairRules
 from erniekit.data.preference_collate import collate_pairs
 from erniekit.data.staged import LENGTH, StagedPacks, difficulties
+from erniekit.data.stream_source import StreamSource
 from erniekit.data.token_cache import RowKind, TokenSource, open_sources
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch, Pack
@@ -101,7 +102,10 @@ class TrainData:
         return self.collate([self.pack(0)], pad_id=self.pad_id, pad_multiple=math.lcm(8, self.length_multiple))
 
     def close(self) -> None:
-        """Processes that decode pictures end with the run."""
+        """Processes that decode pictures, and sources that are still being read, end with the run."""
+        for source in self.sources:
+            if isinstance(source, StreamSource):
+                source.close()
         close = getattr(self.collate, "close", None)
         if close is not None:
             close()
@@ -124,7 +128,8 @@ class TrainData:
             return self.collate
         return partial(collate, ahead=self.mtp_tokens, one_count=cfg.compat.positions_span_rows)
 
-    def loader(self, cfg: RunConfig, start_pack: int) -> BatchLoader:
+    def loader(self, cfg: RunConfig, start_pack: int, steps: int | None = None) -> BatchLoader:
+        """steps: that are left to train; no more are prepared."""
         return BatchLoader(
             self.stream,
             self.sources,
@@ -133,6 +138,7 @@ class TrainData:
             dp_rank=self.world.layout.data_rank(self.world.rank),
             dp_size=self.world.layout.data_ranks,
             start_pack=start_pack,
+            steps=steps,
             num_workers=max(1, cfg.data.dataloader_num_workers),
             prefetch=cfg.data.prefetch_factor,
             collate=self._collate(cfg),
@@ -155,8 +161,7 @@ def open_data(plan: RunPlan, tokenizer: Tokenizer, output: Path, rows: DataRows 
     """rows: None for conversations."""
     cfg, world = plan.config, plan.world
     d, t = cfg.data, cfg.train
-    if not d.train_dataset_path:
-        raise ConfigError("no training data", where="train_dataset_path", fix="name a file, e.g. --data my.jsonl")
+    need_training_data(cfg)
     # One rank reports bad rows; all read the same cache, made by the first that comes.
     bad = output / "bad_rows.jsonl" if world.is_main else None
     sources = sources_for(cfg, "train", tokenizer, bad, rows)
@@ -176,12 +181,25 @@ def open_data(plan: RunPlan, tokenizer: Tokenizer, output: Path, rows: DataRows 
         stream: PackStream = kind(order, lengths, d.max_seq_len, **options)
     else:
         stream = plain_stream(plan, sources, probs, options)
-    wants_eval = bool(d.eval_dataset_path) and (t.do_eval or t.evaluation_strategy != "no")
-    bad_eval = output / "bad_eval_rows.jsonl" if world.is_main else None
-    evaluation = sources_for(cfg, "eval", tokenizer, bad_eval, rows) if wants_eval else []
+    evaluation = evaluation_sources(plan, tokenizer, output, rows)
     made = collate if rows is None else rows.collate
     data = counted(plan, tokenizer, sources, stream, evaluation, steps_accumulated(plan, sources, stream), made)
     return with_buckets(cfg, data)
+
+
+def need_training_data(cfg: RunConfig) -> None:
+    if not cfg.data.train_dataset_path:
+        raise ConfigError("no training data", where="train_dataset_path", fix="name a file, e.g. --data my.jsonl")
+
+
+def evaluation_sources(
+    plan: RunPlan, tokenizer: Tokenizer, output: Path, rows: DataRows | None = None
+) -> list[TokenSource]:
+    cfg, t = plan.config, plan.config.train
+    if not cfg.data.eval_dataset_path or not (t.do_eval or t.evaluation_strategy != "no"):
+        return []
+    bad = output / "bad_eval_rows.jsonl" if plan.world.is_main else None
+    return sources_for(cfg, "eval", tokenizer, bad, rows)
 
 
 def plain_stream(
@@ -313,18 +331,6 @@ def accumulation_by_size(samples: int, packs: int, packs_at_once: int) -> int:
 def every(strategy: str, steps: int, steps_per_epoch: int) -> int:
     """Steps between two of something; 0 means never on schedule."""
     return {"no": 0, "steps": steps, "epoch": steps_per_epoch}[strategy]
-
-
-def minutes_between_saves(cfg: RunConfig) -> float:
-    """0: never by time. `save_strategy: no` asks for no saves on the way, unless save_minutes itself was given."""
-    c = cfg.checkpoint
-    return c.save_minutes if c.save_strategy != "no" or cfg.given("save_minutes") else 0.0
-
-
-def ends_with_weights_alone(cfg: RunConfig) -> bool:
-    """`save_strategy: no` asks for a model and nothing to train on from, unless keys that are given say otherwise."""
-    asked = cfg.given("save_minutes") or cfg.given("ignore_save_lr_and_optim")
-    return cfg.checkpoint.save_strategy == "no" and not asked
 
 
 def sources_for(

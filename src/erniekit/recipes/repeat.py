@@ -19,6 +19,7 @@ import torch
 from erniekit.config import RunConfig
 from erniekit.config.flat import DEFAULTS, KEYS
 from erniekit.config.recipe_text import recipe_lines
+from erniekit.config.run import stored_value
 from erniekit.files import own, settle
 from erniekit.files.record import NotOurs
 from erniekit.log import say, without_secrets
@@ -48,12 +49,14 @@ def write_recipe(output: Path, cfg: RunConfig, command: Sequence[str]) -> None:
 
 def recipe_of(cfg: RunConfig, command: Sequence[str]) -> list[str]:
     typed = shlex.join(without_secrets(list(command))) or "erniekit.run"
+    hidden = [name for name in KEYS if cfg.given(name) and stored_value(cfg[name]) != cfg[name]]
     derived = [f"#   {plain(str(note))}" for note in cfg.notes if note.changes]
     return [
         f"# Written by erniekit {__version__} on {datetime.now():%Y-%m-%d}. To repeat this run into a new folder:",
         f"#   erniekit train {RECIPE} output_dir=NEW",
         f"# It was started in {plain(os.getcwd())} as",
         f"#   {plain(typed, len(typed))}",
+        *(f"# {name} is stored without its password or signature: give it again, {name}=URL" for name in hidden),
         *(["# Values that followed from these keys, from the model or the data (all of them: run.json):", *derived]),
         "",
         *recipe_lines(_given(cfg)),
@@ -66,7 +69,7 @@ def _given(cfg: RunConfig) -> dict[str, Any]:
     for note in reversed(cfg.notes):
         if note.changes and note.key in KEYS and not cfg.given(note.key) and note.old != DEFAULTS[note.key]:
             out[note.key] = note.old
-    return {name: _lasting(name, value) for name, value in out.items()}
+    return {name: stored_value(_lasting(name, value)) for name, value in out.items()}
 
 
 def _lasting(name: str, value: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 from erniekit.config import RunConfig
 from erniekit.data.report import short, total_lines
 from erniekit.data.staged import StagedPacks
+from erniekit.data.stream_order import StreamPacks
 from erniekit.devices.base import Device
 from erniekit.kernels import broken, cudnn_packed, flash4
 from erniekit.kernels.available import installed
@@ -22,8 +23,9 @@ from erniekit.printable import counted
 from erniekit.recipes import kernel_table, repeat, trained_weights
 from erniekit.recipes.built import Built
 from erniekit.recipes.check import Check
-from erniekit.recipes.datasets import TrainData, minutes_between_saves
+from erniekit.recipes.datasets import TrainData
 from erniekit.recipes.run_plan import RunPlan
+from erniekit.recipes.save_times import minutes_between_saves
 from erniekit.track.runfile import RunRecord
 from erniekit.version import __version__
 
@@ -70,9 +72,13 @@ def show_data(data: TrainData) -> None:
         lines = [line for source in sources for line in source.report.lines()]
         for k, line in enumerate(lines + total_lines([s.report for s in sources])):
             say(f"{label if k == 0 else '':<9}{line}")
+    length = f"{counted(data.max_steps, 'step')}, {counted(data.packs_per_step, 'sequence')} each"
+    if isinstance(data.stream, StreamPacks):
+        say(f"train    {length}; rows are read on while it trains (streaming)")
+        return
     fill = sum(s.report.tokens for s in data.sources) / max(1, data.packs_per_epoch * data.stream.max_seq_len)
     say(
-        f"train    {counted(data.max_steps, 'step')}, {counted(data.packs_per_step, 'sequence')} each; "
+        f"train    {length}; "
         f"{counted(data.packs_per_epoch, 'sequence')} of {data.stream.max_seq_len:,} tokens per epoch, "
         f"{100 * min(fill, 1):.0f} % filled"
     )
@@ -110,6 +116,16 @@ def show_kernels(table: list[Choice]) -> None:
         say(f"{'kernels' if k == 0 else '':<9}{line}")
 
 
+def data_facts(data: TrainData) -> dict[str, Any]:
+    return {
+        "train": [s.report.to_dict() for s in data.sources],
+        "eval": [s.report.to_dict() for s in data.evaluation],
+        "packs_per_epoch": None if isinstance(data.stream, StreamPacks) else data.packs_per_epoch,
+        "max_steps": data.max_steps,
+        "digests": data.fingerprints(),
+    }
+
+
 def describe(
     record: RunRecord,
     cfg: RunConfig,
@@ -126,13 +142,7 @@ def describe(
         config=[{"key": k, "value": v, "origin": cfg.origin(k)} for k, v in cfg.flat().items()],
         notes=[*(str(note) for note in cfg.notes), *notes, *broken.tracebacks()],
         environment=repeat.environment(device.name),
-        data={
-            "train": [s.report.to_dict() for s in data.sources],
-            "eval": [s.report.to_dict() for s in data.evaluation],
-            "packs_per_epoch": data.packs_per_epoch,
-            "max_steps": data.max_steps,
-            "digests": data.fingerprints(),
-        },
+        data=data_facts(data),
         coverage=coverage,
         kernels=[choice._asdict() for choice in kernels],
     )

@@ -8,6 +8,7 @@ from typing import cast
 
 from erniekit.config import RunConfig
 from erniekit.data.formats import read
+from erniekit.data.formats.columns import as_columns
 from erniekit.data.template import TemplateRefused, prompt_ids, turns, variables_for
 from erniekit.data.thinking import Thinking, kept
 from erniekit.data.tokenizer import Tokenizer
@@ -38,7 +39,8 @@ def _prompts(cfg: RunConfig, row: Conversation, tokenizer: Tokenizer) -> Compare
 
 
 def conversations(cfg: RunConfig, data: TrainData) -> Iterator[Conversation]:
+    columns = as_columns(cfg.data.columns, cfg.origin("columns"))
     for source in data.sources:
-        for _, row in read(source.path, source.report.format, compat=cfg.compat.erniekit_rows):
+        for _, row in read(source.path, source.report.format, cfg.compat.erniekit_rows, columns):
             if isinstance(row, Conversation) and any(m.role == "assistant" for m in row.messages):
                 yield row

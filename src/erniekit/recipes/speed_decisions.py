@@ -85,6 +85,8 @@ def why_rows_stay(cfg: RunConfig, layout: Layout, model: DecoderConfig) -> str |
     """Why rows are laid out one by one, each batch as long as its longest; None: they may be joined."""
     if cfg.data.packing or cfg.train.stage not in ("SFT", "DPO"):
         return "rows are of one length"
+    if cfg.data.streaming:
+        return "rows are read while the run trains: which lengths they have is not known"
     if cfg.compat.rows_of_one_length:
         return "compat: erniekit pads every row to max_seq_len"
     if model.vision is not None:

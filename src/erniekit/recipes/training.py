@@ -33,7 +33,7 @@ from erniekit.parallel.world import device_here, leave
 from erniekit.recipes import doctor, expert_layers, finish, fp8_training, plan_check, resume, run_summary, same_run
 from erniekit.recipes.build import base_identity, build
 from erniekit.recipes.built import Built
-from erniekit.recipes.datasets import TrainData, ends_with_weights_alone, minutes_between_saves, with_data
+from erniekit.recipes.datasets import TrainData, with_data
 from erniekit.recipes.generation_eval import GenerationEval
 from erniekit.recipes.kernel_table import kernel_table
 from erniekit.recipes.optimiser import backward_updates, make_optimizer
@@ -42,9 +42,11 @@ from erniekit.recipes.own_loss import failed_in
 from erniekit.recipes.reference import Reference
 from erniekit.recipes.repeat import write_recipe
 from erniekit.recipes.run_plan import open_tokenizer, plan_run
+from erniekit.recipes.save_times import ends_with_weights_alone, minutes_between_saves
 from erniekit.recipes.schedule import make_schedule
 from erniekit.recipes.session import Session
 from erniekit.recipes.stage import Prepare, TrainingStage
+from erniekit.recipes.streaming import tell_read
 from erniekit.recipes.vision_features import KeptFeatures, looking
 from erniekit.result import RunResult
 from erniekit.track import TRACKERS, Trackers, make_trackers
@@ -144,7 +146,7 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
         trainer = Trainer(
             step=step_for(cfg, built, optimizer, data, prepare),
             state=state,
-            batches_from=lambda pack: iter(data.loader(cfg, pack)),
+            batches_from=lambda pack: iter(data.loader(cfg, pack, data.max_steps - state.step)),
             max_steps=data.max_steps,
             packs_per_step=data.packs_per_step,
             hooks=hooks,
@@ -159,6 +161,8 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
         except BaseException:
             saver.saves.abandon()  # a save in the background ends before the folder is let go
             raise
+        if tell_read(data, output):
+            record.describe(data=run_summary.data_facts(data))
         result = finish.close_run(cfg, output, built, trainer, saver, trackers, started)
     record.finish("finished", result.metrics, result.next_commands)
     finish.print_result(output, result, trainer, plan)

@@ -145,3 +145,26 @@ def test_the_data_command_counts_tokens_with_a_model(files, capsys, paddle: Path
     said = capsys.readouterr().out
     assert "tokens an example: min" in said
     assert "longer than 40 tokens: 2 rows (row 5, 6)" in said
+
+
+def test_files_of_several_formats_are_not_copied_into_one(files, tmp_path: Path, capsys) -> None:
+    train, _, output = files
+    other = write_jsonl(tmp_path / "other.jsonl", [{"instruction": "x", "output": "y"}])
+    with pytest.raises(DataError, match="one copy holds one format") as refused:
+        clean_command([train, str(other), "--output", str(output), "--dedup"])
+    assert "one by one" in refused.value.fix
+    assert not output.exists()
+    assert clean_command([str(other), "--output", str(output), "--dedup"]) == 0
+    assert "1 row; left out: none\n" in capsys.readouterr().out
+
+
+def test_a_file_that_cannot_be_read_does_not_hide_the_others(files, tmp_path: Path, capsys) -> None:
+    (tmp_path / "odd.csv").write_text("p,q\n1,2\n")
+    (tmp_path / "void.jsonl").touch()
+    assert data_command([str(tmp_path)]) == 2
+    told = capsys.readouterr()
+    assert "cannot detect the dataset format: rows have `p`, `q`" in told.out
+    assert "train.jsonl: prompt_completion" in told.out  # which comes after it
+    assert "not read: void.jsonl (empty)" in told.err
+    with pytest.raises(DataError, match="cannot detect"):
+        data_command([str(tmp_path / "odd.csv")])

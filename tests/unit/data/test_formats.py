@@ -244,7 +244,7 @@ def test_the_data_command_lists_bad_rows_by_file_and_line(tmp_path: Path, capsys
     assert data_command([str(good), str(bad)]) == 1
     out = capsys.readouterr().out
     assert "erniekit (rows have `src` and `tgt`)" in out
-    assert "32 rows, 1 conversations, 31 bad rows" in out
+    assert "32 rows, 1 conversation, 31 bad rows" in out
     assert f"{bad}:2: not JSON" in out
     assert "11 more" in out
 

@@ -180,7 +180,7 @@ index.index_text([text, text + ".gz"], output, job, format=format, max_bad_fract
 
 @pytest.mark.parametrize(("format", "kills"), [("npy", 1), pytest.param("bin", 2, marks=pytest.mark.full)])
 def test_a_killed_run_goes_on_and_gives_the_bytes_of_an_undisturbed_one(tmp_path, paddle, job, format, kills):
-    rows = [{"text": text_of(i)} if i % 50 else "broken" for i in range(4000)]
+    rows = [{"text": text_of(i)} if i % 50 else "broken" for i in range(2000)]
     path = write(tmp_path / "a.jsonl", rows)
     packed = tmp_path / "a.jsonl.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
@@ -190,7 +190,7 @@ def test_a_killed_run_goes_on_and_gives_the_bytes_of_an_undisturbed_one(tmp_path
     work, places = tmp_path / "killed.indexing", []
     arguments = [sys.executable, "-c", CHILD, path, tmp_path / "killed", paddle / "tokenizer", format]
     for _ in range(kills):
-        # It pauses after each of its 400 commits: it cannot end while this process gets no time to kill it.
+        # It pauses after each of its 200 commits: it cannot end while this process gets no time to kill it.
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PAUSE": "0.1"}
         child = subprocess.Popen(list(map(str, arguments)), env=env)
         end = time.monotonic() + 60

@@ -74,6 +74,15 @@ class DataSection:
     greedy_intokens: bool = key(True, "Pack from a buffer for the best fit; False = in reading order.", fixed=True)
     buffer_size: int = key(500, "Number of examples in the packing buffer.", low=1, fixed=True)
     random_shuffle: bool = key(True, "Shuffle training rows, by seed.", fixed=True)
+    streaming: bool = key(
+        False,
+        "Train while the files are read, from disk, a URL, an object store or the hub; needs max_steps. stage: SFT.",
+        fixed=True,
+    )
+    shuffle_buffer: int = key(
+        10000, "With streaming: shuffle within blocks of this many samples; the first step waits for a block.",
+        low=1, fixed=True,
+    )  # fmt: skip
     mix_strategy: str = key(
         "random",
         "How several files are combined: random by share, concatenated, or interleaved until the first (under) or last "

@@ -153,10 +153,12 @@ def parsed(raw: Raw, line_no: int, path: str | Path, read: Callable[[Any], T], c
         return RowProblem(str(path), line_no, "deep_nesting", "the row is nested too deeply")
 
 
-def read(path: str | Path, format: str, compat: bool = False) -> Iterator[tuple[int, Conversation | RowProblem]]:
+def read(
+    path: str | Path, format: str, compat: bool = False, columns: Columns = ()
+) -> Iterator[tuple[int, Conversation | RowProblem]]:
     _reader(format)  # an unknown name is said before the file is opened
     for line_no, raw in rows(path):
-        found = parse(raw, line_no, path, format, compat)
+        found = parse(raw, line_no, path, format, compat, columns)
         if isinstance(found, RowProblem):
             yield line_no, found
         else:

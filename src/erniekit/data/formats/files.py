@@ -21,7 +21,7 @@ from erniekit.data.formats.columns import Columns, renamed
 from erniekit.data.formats.encodings import TextEncoding, as_utf8
 from erniekit.data.formats.tables import TableRow, is_table, table_rows, typed
 from erniekit.data.storage import HubDataset, located
-from erniekit.data.types import RowProblem
+from erniekit.data.types import UNREADABLE, RowProblem
 from erniekit.errors import DataError
 from erniekit.extras import install_command
 from erniekit.files.json_file import RepeatedKey, unique_keys
@@ -121,7 +121,7 @@ def _text_rows(stream: Any, path: str, name: str, limit: int) -> Iterator[tuple[
         for number, raw in found:
             yield number, raw
     except (OSError, EOFError, zlib.error) as error:
-        yield number + 1, RowProblem(path, number + 1, "unreadable", f"the file cannot be read further: {error}")
+        yield number + 1, RowProblem(path, number + 1, UNREADABLE, f"the file cannot be read further: {error}")
 
 
 def _is_array(head: bytes, name: str) -> bool:
@@ -151,7 +151,7 @@ def _lines(stream: IO[bytes], path: str, limit: int) -> Iterator[tuple[int, Raw]
             blank = 0
             yield number, line
         elif (blank := blank + 1) > MAX_BLANK_LINES:
-            yield number, RowProblem(path, number, "unreadable", f"{blank:,} empty lines; the rest is not read")
+            yield number, RowProblem(path, number, UNREADABLE, f"{blank:,} empty lines; the rest is not read")
             return
 
 
@@ -184,7 +184,7 @@ def _parquet(stored: IO[bytes], path: str) -> Iterator[tuple[int, Raw]]:
                     number += 1
                     yield number, row
     except (ArrowException, OSError, UnicodeDecodeError) as error:
-        yield number + 1, RowProblem(path, number + 1, "unreadable", f"not a readable parquet file: {error}")
+        yield number + 1, RowProblem(path, number + 1, UNREADABLE, f"not a readable parquet file: {error}")
 
 
 class _Window:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from erniekit import heartbeat
-from erniekit.data.types import RowProblem
+from erniekit.data.types import UNREADABLE, RowProblem
 from erniekit.errors import DataError
 
 _SEPARATORS = (",", "\t", ";", "|")
@@ -63,7 +63,7 @@ def table_rows(
         heartbeat.beat()
         if not cells:
             if (blank := blank + 1) > most_blank:
-                yield line, RowProblem(path, line, "unreadable", f"{blank:,} empty lines; the rest is not read")
+                yield line, RowProblem(path, line, UNREADABLE, f"{blank:,} empty lines; the rest is not read")
                 return
             continue
         blank = 0

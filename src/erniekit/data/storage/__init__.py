@@ -15,7 +15,8 @@ from erniekit.data.storage.local import LocalFile
 from erniekit.data.storage.object_store import ObjectFile
 from erniekit.data.storage.web import WebFile
 from erniekit.errors import DataError
-from erniekit.log import warn
+from erniekit.log import warn_once
+from erniekit.printable import HIDDEN
 
 __all__ = ["DatasetFile", "HubDataset", "StoredFile", "as_place", "is_remote", "listed_files", "located"]
 
@@ -45,6 +46,12 @@ def located(path: str | Path) -> StoredFile | HubDataset:
     place = as_place(path)
     if isinstance(place, Path):
         return LocalFile(place)
+    if HIDDEN in place:
+        raise DataError(
+            "this address was stored without its password or signature",
+            where=place,
+            fix="give it again in full: train_dataset_path=URL or eval_dataset_path=URL",
+        )
     if place.startswith(("http://", "https://")):
         return WebFile(place)
     return HubDataset(place) if place.startswith(PREFIXES) or "://" not in place else ObjectFile(place)
@@ -75,8 +82,9 @@ def _files_of(entry: str | Path, text: bool) -> Sequence[str | Path]:
 def _of_folder(folder: Path, text: bool) -> list[Path]:
     below = sorted(path for path in folder.rglob("*") if path.is_file())
     below = [path for path in below if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
-    found = [path for path in below if holds_data(path.name, text)]
-    rest = [str(path.relative_to(folder)) for path in below if path not in set(found)]
+    found = [path for path in below if holds_data(path.name, text) and path.stat().st_size]
+    left = set(below) - set(found)
+    rest = [f"{path.relative_to(folder)}{'' if path.stat().st_size else ' (empty)'}" for path in sorted(left)]
     if not found:
         kinds = " ".join((*ROWS, *TEXT) if text else ROWS)
         fix = f"files of datasets end in {kinds}, or in one of these and .gz"
@@ -85,7 +93,7 @@ def _of_folder(folder: Path, text: bool) -> list[Path]:
         raise DataError("the folder holds no dataset file", where=str(folder), fix=fix)
     if rest:
         more = f" and {len(rest) - _SHOWN:,} more" if len(rest) > _SHOWN else ""
-        warn(f"{folder}: not read: {', '.join(rest[:_SHOWN])}{more}")
+        warn_once(f"{folder}: not read: {', '.join(rest[:_SHOWN])}{more}")
     return found
 
 

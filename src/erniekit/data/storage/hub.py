@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-from erniekit.data.types import RowProblem
+from erniekit.data.types import UNREADABLE, RowProblem
 from erniekit.errors import DataError
 from erniekit.extras import install_command
 
@@ -61,7 +61,7 @@ class HubDataset:
                 yield number, dict(row)
         except Exception as error:
             told = f"the dataset cannot be read further: {type(error).__name__}: {error}"
-            yield number + 1, RowProblem(self.word, number + 1, "unreadable", told)
+            yield number + 1, RowProblem(self.word, number + 1, UNREADABLE, told)
 
     def identity(self) -> tuple[str, int]:
         """Of the revision on the hub, or of the files of a folder."""
@@ -71,6 +71,9 @@ class HubDataset:
         origin = getattr(of_split, "origin_metadata", None)
         told = [self.id, split, builder.config.name, builder.hash, origin and [list(map(str, one)) for one in origin]]
         return hashlib.blake2b(json.dumps(told).encode(), digest_size=20).hexdigest(), 0
+
+    def quick_identity(self) -> str:
+        return self.identity()[0]
 
     def stamp(self) -> Any:
         self._builder = None

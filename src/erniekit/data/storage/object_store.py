@@ -10,6 +10,7 @@ from typing import Any
 from erniekit.data.storage.base import StoredFile
 from erniekit.errors import DataError
 from erniekit.extras import install_command
+from erniekit.printable import public
 
 _BUFFER = 1 << 20
 # What the stores call the version of a file.
@@ -44,7 +45,7 @@ class ObjectFile(StoredFile):
             ) from error
 
     def __str__(self) -> str:
-        return self.url
+        return public(self.url)
 
     def open(self) -> io.BufferedReader:
         self._info()
@@ -65,7 +66,7 @@ class ObjectFile(StoredFile):
         told = self.stamp()
         if len(told) < 2:
             return super().identity()
-        return hashlib.blake2b(json.dumps([self.url, told]).encode(), digest_size=20).hexdigest(), 0
+        return hashlib.blake2b(json.dumps([public(self.url), told]).encode(), digest_size=20).hexdigest(), 0
 
     def listed(self) -> list[str]:
         """The files below it, where it is a folder or a pattern, in the order of their names."""

@@ -6,14 +6,17 @@ import hashlib
 import io
 import re
 import time
+from base64 import b64encode
+from collections.abc import Mapping
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
-from urllib.parse import unquote, urlsplit
-from urllib.request import Request, urlopen
+from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from erniekit.data.storage.base import StoredFile
 from erniekit.errors import DataError
+from erniekit.printable import public
 
 _BUFFER = 1 << 20
 _TRIES = 4  # for one part, each after a longer wait
@@ -28,7 +31,7 @@ class WebFile(StoredFile):
         self._headers: Any = None
 
     def __str__(self) -> str:
-        return self.url
+        return public(self.url)
 
     def open(self) -> io.BufferedReader:
         self._asked()
@@ -49,7 +52,7 @@ class WebFile(StoredFile):
         tag, modified, size = self.stamp()
         if not tag and not modified:
             return super().identity()
-        told = f"{self.url}\n{tag}\n{modified}\n{size}"
+        told = f"{public(self.url)}\n{tag}\n{modified}\n{size}"
         return hashlib.blake2b(told.encode(), digest_size=20).hexdigest(), 0
 
     def version(self) -> str | None:
@@ -67,15 +70,44 @@ class WebFile(StoredFile):
         return self._headers
 
 
+class _WebAlone(HTTPRedirectHandler):
+    """A server may not send its readers to files here or to other protocols, nor their password to other hosts."""
+
+    def redirect_request(self, req: Request, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Request | None:
+        if urlsplit(newurl).scheme not in ("http", "https"):
+            raise OSError(f"the server redirects to {newurl}, and only http and https are followed")
+        request = super().redirect_request(req, fp, code, msg, headers, newurl)
+        if request is None:
+            return None
+        if req.get_method() == "HEAD":
+            request.method = "HEAD"
+        if request.host != req.host:
+            request.remove_header("Authorization")
+        return request
+
+
+_OPENER = build_opener(_WebAlone)
+
+
+def _ask(url: str, headers: Mapping[str, str] | None = None, method: str = "GET") -> Any:
+    """user:password@ in front of the host goes into a header, as browsers do."""
+    parts = urlsplit(url)
+    user, at, host = parts.netloc.rpartition("@")
+    request = Request(urlunsplit(parts._replace(netloc=host)), headers=dict(headers or {}), method=method)
+    if at:
+        request.add_header("Authorization", "Basic " + b64encode(unquote(user).encode()).decode())
+    return _OPENER.open(request, timeout=_TIMEOUT)
+
+
 def _headers_of(url: str) -> Any:
     """Those of HEAD; where that is refused, as for addresses signed for GET alone, of a GET of one byte."""
     try:
-        with urlopen(Request(url, method="HEAD"), timeout=_TIMEOUT) as answer:
+        with _ask(url, method="HEAD") as answer:
             return answer.headers
     except HTTPError as error:
         if error.code not in (403, 405, 501):
             raise
-    with urlopen(Request(url, headers={"Range": "bytes=0-0"}), timeout=_TIMEOUT) as answer:
+    with _ask(url, {"Range": "bytes=0-0"}) as answer:
         headers = answer.headers
         if answer.status == 206:  # its length is that of the part
             whole = re.fullmatch(r"bytes 0-0/([0-9]{1,18})", headers.get("Content-Range") or "")
@@ -134,12 +166,10 @@ class _WebStream(io.RawIOBase):
 
     def _opened(self) -> Any:
         if self._answer is None:
-            request = Request(self._file.url)
-            if self._at:
-                request.add_header("Range", f"bytes={self._at}-")
-                if version := self._file.version():
-                    request.add_header("If-Range", version)
-            answer = self._answer = urlopen(request, timeout=_TIMEOUT)
+            headers = {"Range": f"bytes={self._at}-"} if self._at else {}
+            if self._at and (version := self._file.version()):
+                headers["If-Range"] = version
+            answer = self._answer = _ask(self._file.url, headers)
             if self._at and answer.status != 206:
                 self._hang_up()
                 raise OSError("the server sends no parts of files, or the file was replaced meanwhile")

@@ -8,8 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from erniekit.data import stream_source
 from erniekit.data.formats import detect, rows
 from erniekit.data.storage import located
+from erniekit.data.stream_source import StreamSource, stream_fingerprint
+from erniekit.data.stream_store import StreamStore
+from erniekit.data.token_cache import cache_key, row_job
 from erniekit.errors import DataError
 from support.jsonl import write_jsonl
 
@@ -53,3 +57,29 @@ def test_samples_equal_those_of_the_file_and_a_changed_file_is_another_dataset(f
     assert opened(f"hf:{folder}").fingerprint == there.fingerprint
     write_jsonl(folder / "train.jsonl", ROWS[:40])
     assert len(opened(f"hf:{folder}")) == 40
+
+
+def test_streamed_samples_are_those_of_the_dataset_and_go_on_after_a_stop(
+    folder: Path, opened, tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_source, "CHUNK_ROWS", 8)
+    word = f"hf:{folder}"
+
+    def streamed() -> StreamSource:
+        key = stream_fingerprint([word], lambda content: cache_key(job(word), content))
+        return StreamSource(word, [word], job, key, StreamStore(tmp_path / "streams" / key), 0.0)
+
+    def job(path: str):
+        return row_job(path, None, tokenizer, max_seq_len=96)
+
+    first = streamed()
+    assert first.require(10)
+    assert len(first) == 16
+    first.close()
+    second = streamed()
+    assert not second.require(100)
+    want = opened(folder / "train.jsonl")
+    assert second.size == len(want) == 50
+    assert all(np.array_equal(second.sample(i).ids, want.sample(i).ids) for i in range(50))
+    write_jsonl(folder / "train.jsonl", ROWS[:40])
+    assert streamed().fingerprint != second.fingerprint

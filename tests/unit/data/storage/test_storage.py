@@ -221,3 +221,89 @@ def test_a_cache_that_is_lost_is_made_again_the_same(site, local, tokenizer, tmp
     ]
     assert made[0].fingerprint == made[1].fingerprint
     assert all(map(np.array_equal, samples(made[0]), samples(made[1])))
+
+
+class Guarded(BaseHTTPRequestHandler):
+    """Rows for who has the password; /away sends its readers to `target`."""
+
+    content, target, heard = b"", "", []
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        type(self).heard.append(self.headers.get("Authorization"))
+        if self.path.startswith("/away"):
+            self.send_response(302)
+            self.send_header("Location", self.target)
+            self.end_headers()
+            return
+        allowed = self.headers.get("Authorization") == "Basic bWU6c2VzYW1l"  # me:sesame
+        self.send_response(200 if allowed else 401)
+        self.send_header("ETag", '"1"')
+        self.send_header("Content-Length", str(len(self.content)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(self.content)
+
+    do_HEAD = do_GET
+
+
+@pytest.fixture
+def guarded() -> Iterator[tuple[str, type[Guarded]]]:
+    handler = type("OneGuarded", (Guarded,), {"heard": []})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_port}", handler
+        server.shutdown()
+
+
+def test_a_password_in_the_address_is_sent_and_not_shown(guarded, local) -> None:
+    host, handler = guarded
+    handler.content = local.read_bytes()
+    url = f"http://me:sesame@{host}/rows.jsonl"
+    assert list(rows(url)) == list(rows(local))
+    assert str(located(url)) == f"http://***@{host}/rows.jsonl"
+    with pytest.raises(DataError, match="Unauthorized") as refused:
+        list(rows(f"http://me:wrong-word@{host}/rows.jsonl"))
+    assert "wrong-word" not in str(refused.value)
+
+
+@pytest.mark.parametrize("target", ["file:///etc/hostname", "ftp://127.0.0.1/rows.jsonl", "gopher://127.0.0.1/"])
+def test_a_redirect_to_another_protocol_is_refused(target: str, guarded) -> None:
+    host, handler = guarded
+    handler.target = target
+    with pytest.raises(DataError, match=r"redirects to|Redirection to url .* is not allowed"):
+        list(rows(f"http://{host}/away.jsonl"))
+
+
+def test_a_redirect_to_another_host_takes_no_password_along(guarded, site, local) -> None:
+    (host, handler), (address, other) = guarded, site
+    other.content = local.read_bytes()
+    handler.target = f"{address}/rows.jsonl"
+    heard: list[str | None] = []
+    plain = other.do_HEAD
+
+    def do_HEAD(self: Site) -> None:
+        heard.append(self.headers.get("Authorization"))
+        plain(self)
+
+    other.do_HEAD = do_HEAD  # type: ignore[method-assign]
+    assert located(f"http://me:sesame@{host}/away.jsonl").size() == len(other.content)
+    assert handler.heard == ["Basic bWU6c2VzYW1l"]
+    assert heard == [None]
+
+
+def test_an_address_signed_anew_is_the_same_data(site, local, opened, no_tokenising) -> None:
+    address, handler = site
+    handler.content = local.read_bytes()
+    signed = "{}/rows.jsonl?versionId=3&X-Amz-Date={}&X-Amz-Signature={}"
+    first = opened(signed.format(address, "20260101", "aaaaaaaa"))
+    no_tokenising()
+    again = opened(signed.format(address, "20260202", "bbbbbbbb"))
+    assert again.fingerprint == first.fingerprint
+    assert again.report.file == f"{address}/rows.jsonl?versionId=3&***"
+    assert again.path.endswith("bbbbbbbb")
+    with pytest.raises(DataError, match="stored without its password or signature") as refused:
+        opened(again.report.file)
+    assert "train_dataset_path=URL" in refused.value.fix

@@ -1,0 +1,207 @@
+"""Sources that are read while they are used: the order of the whole file, whoever reads and wherever it was stopped."""
+
+from __future__ import annotations
+
+import gzip
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from erniekit.data import stream_source
+from erniekit.data.mix import SampleOrder
+from erniekit.data.pack import PackStream
+from erniekit.data.stream_order import StreamOrder, StreamPacks
+from erniekit.data.stream_source import StreamSource, stream_fingerprint
+from erniekit.data.stream_store import IDS, StreamStore
+from erniekit.data.token_cache import cache_key, row_job
+from erniekit.errors import DataError
+from support.jsonl import write_jsonl
+
+SIZES = (42, 25)
+CHUNK = 8
+
+
+def said(name: str, number: int) -> dict:
+    return {"src": [f"question {number} of {name}"], "tgt": [f"answer {number} " * (1 + number % 5)]}
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_source, "CHUNK_ROWS", CHUNK)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    return [
+        write_jsonl(tmp_path / f"{name}.jsonl", [said(name, n) for n in range(size)]) for name, size in zip("ab", SIZES)
+    ]
+
+
+@pytest.fixture
+def streamed(tokenizer, tmp_path: Path) -> Callable[..., StreamSource]:
+    """streamed(path, ..., store=folder's name) -> their source."""
+
+    def call(*paths: Path, store: str = "", bad: float = 0.0) -> StreamSource:
+        names = [str(path) for path in paths]
+
+        def job_of(path: str):
+            return row_job(path, None, tokenizer, max_seq_len=96)
+
+        key = stream_fingerprint(names, lambda content: cache_key(job_of(names[0]), content))
+        return StreamSource(names[0], names, job_of, key, StreamStore(tmp_path / "streams" / (store or key)), bad)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("count", "options", "packing"),
+    [
+        (1, {"shuffle": False}, {}),
+        (1, {"shuffle": True}, {"packing": False}),  # blocks are larger than the file
+        (2, {"shuffle": False}, {"greedy": False}),
+        (2, {"shuffle": True, "probs": [0.7, 0.3]}, {}),
+        (2, {"shuffle": False, "strategy": "concat"}, {"greedy": False}),
+    ],
+)
+def test_packs_are_those_of_files_that_were_read_first(
+    count: int, options: dict, packing: dict, files, streamed, opened
+) -> None:
+    whole, sources = [opened(path) for path in files[:count]], [streamed(path) for path in files[:count]]
+    probs = options.pop("probs", None)
+    want = PackStream(
+        SampleOrder([len(s) for s in whole], probs, seed=5, **options), [s.lengths for s in whole], 96,
+        buffer_size=16, **packing,
+    )  # fmt: skip
+    got = StreamPacks(StreamOrder(sources, probs, seed=5, **options), sources, 96, 2, 4, buffer_size=16, **packing)
+    for number in range(90 if packing else 30):  # more than two passes
+        assert got[number] == want[number], number
+    for index in range(SIZES[0]):
+        assert np.array_equal(sources[0].sample(index).ids, whole[0].sample(index).ids)
+        assert np.array_equal(sources[0].sample(index).labels, whole[0].sample(index).labels)
+
+
+def test_rows_are_shuffled_within_blocks_and_every_pass_has_each_once(files, streamed) -> None:
+    source = streamed(files[0])
+    order = StreamOrder([source], seed=1, block=16)
+    first = order.take(0, 16)[1]
+    assert sorted(first) == list(range(16))
+    assert list(first) != list(range(16))
+    assert len(source) < SIZES[0], "no more was read than the block needs"
+    both = order.take(0, 42)[1], order.take(42, 42)[1]
+    assert sorted(both[0]) == sorted(both[1]) == list(range(42))
+    assert list(both[0]) != list(both[1])
+
+
+def test_no_row_is_read_before_it_is_needed(files, streamed) -> None:
+    source = streamed(files[0])
+    assert source.require(3)
+    assert len(source) == CHUNK
+    assert source.size is None
+    assert source.report.so_far
+    assert source.report.rows == CHUNK
+    assert not source.require(1000)
+    assert source.size == SIZES[0]
+    assert not source.report.so_far
+
+
+def test_files_of_one_entry_follow_each_other(files, streamed, opened) -> None:
+    source = streamed(*files)
+    assert not source.require(1000)
+    want = [opened(path).sample(i).ids for path, size in zip(files, SIZES) for i in range(size)]
+    assert all(np.array_equal(source.sample(i).ids, ids) for i, ids in enumerate(want))
+    assert source.report.rows == source.size == sum(SIZES)
+
+
+def test_an_object_store_is_streamed_by_its_files(files, streamed, opened) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    store = fsspec.filesystem("memory")
+    for path in files:
+        store.pipe(f"/streamed/{path.name}.gz", gzip.compress(path.read_bytes()))
+    source = streamed(*(f"memory://streamed/{path.name}.gz" for path in files))
+    assert source.require(SIZES[0] + 1)
+    first = opened(files[1]).sample(0)
+    assert np.array_equal(source.sample(SIZES[0]).ids, first.ids)
+    assert source.report.file == "memory://streamed/a.jsonl.gz"
+    before = source.fingerprint
+    store.pipe("/streamed/b.jsonl.gz", gzip.compress(b"{}"))
+    assert streamed(*source.files).fingerprint != before
+
+
+def test_a_reader_that_is_gone_is_followed_where_it_stopped(files, streamed, opened) -> None:
+    first = streamed(*files)
+    first.require(50)  # in the second file
+    read = len(first)
+    first.close()
+    store = StreamStore(first._store.folder)
+    with open(store.folder / IDS, "ab") as file:
+        file.write(b"what a killed process had begun to write")
+    second = streamed(*files)
+    assert not second.require(1000)
+    assert read < sum(SIZES)
+    want = [opened(path).sample(i).ids for path, size in zip(files, SIZES) for i in range(size)]
+    assert all(np.array_equal(second.sample(i).ids, ids) for i, ids in enumerate(want))
+    assert second.report.rows == sum(SIZES)
+
+
+def test_damaged_samples_are_read_again(files, streamed, opened) -> None:
+    first = streamed(files[0])
+    first.require(40)
+    folder = first._store.folder
+    first.close()
+    with open(folder / IDS, "r+b") as file:
+        file.seek(64)
+        file.write(b"\xff" * 8)
+    second = streamed(files[0])
+    assert second.require(40)
+    assert np.array_equal(second.sample(2).ids, opened(files[0]).sample(2).ids)
+    assert second.report.rows == len(second) == 40  # none twice
+
+
+def test_one_process_reads_and_the_others_wait_for_it(files, streamed) -> None:
+    """Two stores on one folder have locks of their own, as two ranks have."""
+    reader, other = streamed(files[0]), streamed(files[0])
+    assert reader.require(1)
+    got: list[bool] = []
+    waiting = threading.Thread(target=lambda: got.append(other.require(20)))
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive()
+    assert not other._store.writes
+    reader.require(20)
+    waiting.join(10)
+    assert got == [True]
+    assert np.array_equal(other.sample(19).ids, reader.sample(19).ids)
+    reader.close()  # or killed: the other reads on
+    assert not other.require(1000)
+    assert other._store.writes
+    assert other.size == SIZES[0]
+
+
+def test_another_version_of_a_file_is_another_source(files, streamed) -> None:
+    before = streamed(files[0]).fingerprint
+    copy = files[0].with_name("copy.jsonl")
+    copy.write_bytes(files[0].read_bytes())
+    assert streamed(copy).fingerprint == before
+    files[0].write_bytes(files[0].read_bytes() + b"\n")
+    assert streamed(files[0]).fingerprint != before
+
+
+def test_bad_rows_stop_it_as_soon_as_there_are_too_many(tmp_path, streamed) -> None:
+    rows = [said("c", n) if n % 9 else {"src": ["?"]} for n in range(60)]
+    path = write_jsonl(tmp_path / "c.jsonl", rows)
+    with pytest.raises(DataError, match=r"1 of 8 rows of .* cannot be used"):
+        streamed(path, store="strict").require(50)
+    patient = streamed(path, store="patient", bad=0.2)
+    assert not patient.require(1000)
+    assert patient.report.bad_rows == 7
+    patient.list_bad_rows(tmp_path / "bad_rows.jsonl", append=False)
+    assert len((tmp_path / "bad_rows.jsonl").read_text().splitlines()) == 7
+
+
+def test_a_file_without_a_usable_row_is_refused(tmp_path, streamed) -> None:
+    path = write_jsonl(tmp_path / "c.jsonl", [{"src": ["word " * 200], "tgt": ["word " * 200]}])
+    with pytest.raises(DataError, match="gives no usable sample"):
+        streamed(path).require(1)
