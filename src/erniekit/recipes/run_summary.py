@@ -72,13 +72,13 @@ def show_data(data: TrainData) -> None:
         lines = [line for source in sources for line in source.report.lines()]
         for k, line in enumerate(lines + total_lines([s.report for s in sources])):
             say(f"{label if k == 0 else '':<9}{line}")
-    length = f"{counted(data.max_steps, 'step')}, {counted(data.packs_per_step, 'sequence')} each"
+    amount = f"{counted(data.max_steps, 'step')}, {counted(data.packs_per_step, 'sequence')} each"
     if isinstance(data.stream, StreamPacks):
-        say(f"train    {length}; rows are read on while it trains (streaming)")
+        say(f"train    {amount}; rows are read on while it trains (streaming)")
         return
     fill = sum(s.report.tokens for s in data.sources) / max(1, data.packs_per_epoch * data.stream.max_seq_len)
     say(
-        f"train    {length}; "
+        f"train    {amount}; "
         f"{counted(data.packs_per_epoch, 'sequence')} of {data.stream.max_seq_len:,} tokens per epoch, "
         f"{100 * min(fill, 1):.0f} % filled"
     )

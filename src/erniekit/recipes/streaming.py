@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from erniekit.config import RunConfig
 from erniekit.data.collate import collate
@@ -64,11 +64,11 @@ def _source(
     d = cfg.data
     paths, format = [str(file.path) for file, _ in found], found[0][1]
 
+    rules: dict[str, Any] = dict(max_seq_len=d.max_seq_len, overlong=d.overlong, thinking=d.train_thinking)
+    columns = as_columns(d.columns, cfg.origin("columns"))
+
     def job_of(path: str) -> TokeniseJob:
-        return row_job(
-            path, format, tokenizer, max_seq_len=d.max_seq_len, overlong=d.overlong, thinking=d.train_thinking,
-            columns=as_columns(d.columns, cfg.origin("columns")),
-        )  # fmt: skip
+        return row_job(path, format, tokenizer, columns=columns, **rules)
 
     fingerprint = stream_fingerprint(paths, partial(cache_key, job_of(paths[0])))
     # A run's own: another would have to wait until this one reads on.
