@@ -49,6 +49,8 @@ def test_an_image_copies_what_exists_and_starts_our_command(path: Path):
     assert found[0][0] == "FROM"
     copied = [word for name, rest in found if name == "COPY" for word in rest.split()[:-1]]
     assert [name for name in copied if not (ROOT / name).exists()] == []
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert set(copied) <= kept, "the build context leaves out everything else"
     assert {"pyproject.toml", "setup.py", "src", "examples"} <= set(copied)  # what a build of the package reads
     (entry,) = (json.loads(rest) for name, rest in found if name == "ENTRYPOINT")
     assert entry[0] in PROJECT["scripts"]

@@ -227,7 +227,7 @@ def test_a_longest_answer_without_room_is_asked_again_without_that_limit(other, 
     [
         (events({"content": "so"}, end=b""), "the server closed the connection"),
         (events({"content": "so"}, end=b'data: {"error": {"message": "it stops"}}\n\n'), "refused: it stops"),
-        (b"data: {]\n\n", "no answer"),
+        (b"data: {]\n\n", "not a chat completion"),
     ],
 )
 def test_a_broken_stream_is_told_and_leaves_the_conversation_as_it_was(other, body, what):
