@@ -186,7 +186,9 @@ class Hands:
 
         def opened() -> bool:
             self._row(run).locator(".ek-open").click()
-            self.page.wait_for_timeout(3000)
+            end = time.monotonic() + 5
+            while not self._row(run, "tr.opened").count() and time.monotonic() < end:
+                self.page.wait_for_timeout(100)
             return bool(self._row(run, "tr.opened").count())
 
         self.until(opened, PATIENCE_S, f"{run} opened")
