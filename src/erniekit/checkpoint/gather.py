@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # WAIT: keep-alive. WRITE: write your part of the tensors named in n bytes of JSON into a file of your own. SEE: report
 # whether you see that folder. FILES: write the model's files that are yours.
 _SEND, _END, _WAIT, _WRITE, _SEE, _FILES = 1, 2, 3, 4, 5, 6
-WAIT_S = 1.0  # between two keep-alives, more with very many ranks: well below any hang limit
+WAIT_S = 1.0  # between two keep-alive messages, more with very many ranks: well below any hang limit
 
 Local = Callable[[str], torch.Tensor | None]
 
@@ -70,7 +70,7 @@ class Exchange:
     @contextmanager
     def at_work(self) -> Iterator[None]:
         """Around all the writer does before `end`: while it hashes and syncs without a command to other ranks, a thread
-        sends those keep-alives well before their time-out, as one call may take that long. The writer's own watchdog
+        sends those keep-alive messages well before their time-out, as one call may take that long. The writer's own watchdog
         notices when it hangs."""
         done = threading.Event()
         thread = threading.Thread(target=self._send_keep_alives, args=(done,), name="save-keep-alive", daemon=True)
@@ -254,7 +254,7 @@ class Exchange:
 
     @contextmanager
     def _keeping_writer_waiting(self) -> Iterator[None]:
-        """Keep-alives to the writer while this rank writes. The rank's own watchdog notices when it hangs."""
+        """keep-alive messages to the writer while this rank writes. The rank's own watchdog notices when it hangs."""
         done = threading.Event()
 
         def send() -> None:

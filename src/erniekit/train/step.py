@@ -33,13 +33,8 @@ class StepResult:
     trained_tokens: int
     sum_squares: int  # of document lengths
     applied: bool  # False: not finite, nothing was changed
-<<<<<<< HEAD
-    extras: dict[str, float] = field(default_factory=dict)  # further numbers of the step: rewards, router losses
-    brought: dict[str, torch.Tensor] = field(default_factory=dict)  # what hooks requested with `Launched.bring`
-=======
     extras: dict[str, float] = field(default_factory=dict)  # further values of the step: rewards, router losses
-    brought: dict[str, torch.Tensor] = field(default_factory=dict)  # what hooks asked for with `Launched.bring`
->>>>>>> ship
+    brought: dict[str, torch.Tensor] = field(default_factory=dict)  # what hooks requested with `Launched.bring`
     finished_at: float = field(default_factory=time.perf_counter)  # however late it is looked at
     # With updates inside backward: not applied, yet the loss was a number; tensors with sound gradients were updated.
     partly: bool = False
