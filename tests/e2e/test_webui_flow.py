@@ -50,17 +50,19 @@ def test_a_run_outlives_the_page_is_stopped_resumed_evaluated_adapted_asked_merg
 ) -> None:
     pictures = kept_pictures(tmp_path) if lang == "en" else tmp_path
     first = WebUI(folder, f"lang={lang}")
-    with chromium() as context:
-        hands = Hands(context, first.url, lang)
-        pick_a_recipe(hands)
-        choose_stages(hands)
-        start(hands)
-        hands.page.close()
-        again = Hands(context, first.url, lang)  # the page was closed; the run was not
-        again.pane(again.word("train.pane.live"))
-        again.until(lambda: again.step() >= 15, 150, "the run, shown to the browser that started it")
-        assert again.word("tile.left") in again.text("#train-status")
-    first.close()  # nor when the page's program ends
+    try:
+        with chromium() as context:
+            hands = Hands(context, first.url, lang)
+            pick_a_recipe(hands)
+            choose_stages(hands)
+            start(hands)
+            hands.page.close()
+            again = Hands(context, first.url, lang)  # the page was closed; the run was not
+            again.pane(again.word("train.pane.live"))
+            again.until(lambda: again.step() >= 15, 150, "the run, shown to the browser that started it")
+            assert again.word("tile.left") in again.text("#train-status")
+    finally:
+        first.close()  # nor when the page's program ends
 
     second = WebUI(folder, f"lang={lang}", "--runs", str(folder.parent / "others"))
     try:
