@@ -74,7 +74,7 @@ def test_a_run_outlives_the_page_is_stopped_resumed_evaluated_adapted_asked_merg
             ask(hands, pictures)
             merge_and_split(hands)
             name_and_compare(hands, folder, pictures)
-            look_at_all_tabs(context, second.url, lang, album(pictures))
+            look_at_all_tabs(context, second.url, lang, album(kept_pictures(tmp_path)))
             faults = hands.faults
             close_the_tab(hands, folder)
             server = load_again(context, second.url, lang, folder)
