@@ -70,8 +70,8 @@ class Exchange:
     @contextmanager
     def at_work(self) -> Iterator[None]:
         """Around all the writer does before `end`: while it hashes and syncs without a command to other ranks, a thread
-        sends those keep-alive messages well before their time-out, as one call may take that long. The writer's own watchdog
-        notices when it hangs."""
+        sends those keep-alive messages well before their time-out, as one call may take that long. The writer's own
+        watchdog notices when it hangs."""
         done = threading.Event()
         thread = threading.Thread(target=self._send_keep_alives, args=(done,), name="save-keep-alive", daemon=True)
         if self._others:
@@ -254,7 +254,7 @@ class Exchange:
 
     @contextmanager
     def _keeping_writer_waiting(self) -> Iterator[None]:
-        """keep-alive messages to the writer while this rank writes. The rank's own watchdog notices when it hangs."""
+        """Keep-alive messages to the writer while this rank writes. The rank's own watchdog notices when it hangs."""
         done = threading.Event()
 
         def send() -> None:
