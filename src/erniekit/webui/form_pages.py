@@ -65,11 +65,10 @@ ROWS = {
 
 
 def _stage_page(stage: str) -> PageKeys:
-    """Stages with a score head train all weights: what is decided for them is written into their recipes."""
-    fixed = {"stage": stage, **({"fine_tuning": "Full"} if stage in SCORE_KEYS else {})}
-    sections = tuple(s for s in _TRAIN if s != "lora") if stage in SCORE_KEYS else _TRAIN
     needs = _NEEDS[:1] if stage == "PT" else _NEEDS  # text may come from input_dir as well
-    return PageKeys("train", fixed, needs, sections, (*_LAUNCH, *_OWN[stage]))
+    # As config's rules for a recipe that does not name it.
+    defaults = {"fine_tuning": "Full"} if stage == "PT" or stage in SCORE_KEYS else {}
+    return PageKeys("train", {"stage": stage}, needs, _TRAIN, (*_LAUNCH, *_OWN[stage]), defaults)
 
 
 PAGES: dict[str, PageKeys] = {

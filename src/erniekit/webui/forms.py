@@ -107,7 +107,7 @@ def to_yaml(values: Values, page: str) -> str:
         if name in UNSET and str(given[name]).strip() == str(UNSET[name]):
             continue
         value = _typed(k, given[name])
-        if value != DEFAULTS[name] or name in spec.fixed or name in UNSET:
+        if value != DEFAULTS[name] or name in (*spec.fixed, *spec.defaults, *UNSET):
             told[name] = list(value) if isinstance(value, tuple) else value
     if not told:
         return ""

@@ -51,14 +51,15 @@ def test_a_stage_offers_the_keys_of_its_own_that_it_reads_and_no_others(stage: s
     assert offered & distill == (distill if stage == "SFT" else set())
 
 
-@pytest.mark.parametrize("stage", ["RM", "CLS"])
-def test_a_stage_that_trains_all_weights_says_so_and_offers_no_adapters(stage: str) -> None:
+@pytest.mark.parametrize("stage", ["PT", "RM", "CLS"])
+@pytest.mark.parametrize("choice", ["Full", "LoRA"])
+def test_what_the_form_of_a_stage_shows_is_trained_though_its_default_is_all_weights(stage: str, choice: str) -> None:
     page = STAGES[stage]
-    assert "fine_tuning: Full" in forms.to_yaml(GOOD, page)
-    assert not [f.key for f in forms.form(page).fields if f.section == "lora"]
-    assert not forms.check(GOOD, page)
-    (refused,) = forms.check({**GOOD, "fine_tuning": "LoRA"}, page)
-    assert "trains all weights" in refused.what
+    implied = load([], "train", {**GOOD, "stage": stage})["fine_tuning"]
+    assert forms.form(page).defaults()["fine_tuning"] == implied == "Full"
+    text = forms.to_yaml({**GOOD, "fine_tuning": choice}, page)
+    assert not forms.check({**GOOD, "fine_tuning": choice}, page)
+    assert load([], "train", forms.from_yaml(text))["fine_tuning"] == choice
 
 
 @pytest.mark.parametrize("stage", STAGES)

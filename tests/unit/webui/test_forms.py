@@ -16,6 +16,7 @@ from erniekit.config.recipe_text import recipe_lines
 from erniekit.config.sources import collect
 from erniekit.errors import ConfigError, ErnieKitError
 from erniekit.webui import forms
+from erniekit.webui.form_pages import PAGES
 from erniekit.webui.paths import Roots
 
 GOOD = {"model_name_or_path": "m", "train_dataset_path": ["a.jsonl"]}
@@ -45,7 +46,7 @@ def test_no_page_offers_a_secret_a_program_or_what_a_later_version_brings(page: 
 def test_untouched_fields_write_nothing_and_lack_only_what_is_needed(page: str) -> None:
     form = forms.form(page)
     told = forms.from_yaml(forms.to_yaml(form.defaults(), page))
-    assert told == {**form.fixed, **({"port": 0} if page == "chat" else {})}
+    assert told == {**form.fixed, **PAGES[page].defaults}
     lacking = {p.key for p in forms.check(form.defaults(), page)}
     assert lacking == set(form.needed) | ({"train_dataset_path"} if page == "train.pt" else set())
 

@@ -187,6 +187,7 @@ class TrainPage:
         self.staged = [key for key in self.fields.specs if any(key not in self._known(one) for one in STAGES)]
         of_stage = [self.more_key, *(drawer for drawer, _ in self.drawers), *map(self.fields.component, self.staged)]
         stage.change(self._staged, stage, of_stage, show_progress="hidden")
+        stage.input(self._fine_tuning, stage, self.fields.component("fine_tuning"), show_progress="hidden")
         self.more_key.change(self._explain, [context.lang, self.more_key], self.more_help, show_progress="hidden")
         self.more_add.click(
             self._add, [self.more_key, self.more_value, self.more], [self.more, self.more_value], show_progress="hidden"
@@ -235,6 +236,10 @@ class TrainPage:
         fields = [gr.update(visible=key in known) for key in self.staged]
         return [gr.update(choices=self._further(stage), value=None), *drawers, *fields]
 
+    def _fine_tuning(self, stage: str) -> str:
+        """What the stage trains unless a recipe or the user decides otherwise."""
+        return str(self.forms[stage].defaults()["fine_tuning"])
+
     def _recipe(self, lang: str, stage: str, more: str, *raw: Any) -> tuple[str, str]:
         text, problems = recipe(self._values(stage, raw), more or "", STAGES[stage], self.context)
         return text, problems_html(problems, lang)
@@ -259,7 +264,8 @@ class TrainPage:
         rest = {key: value for key, value in self.fields.rest(values).items() if key != "stage"}
         fixed = set(self.forms[stage].fixed)
         more = "\n".join(line for line in to_yaml(rest, page).splitlines() if line.partition(":")[0] not in fixed)
-        return [stage, more, *self.fields.updates({"output_dir": "", **values})]
+        implied = {} if "lora" in values else {"fine_tuning": self._fine_tuning(stage)}
+        return [stage, more, *self.fields.updates({"output_dir": "", **implied, **values})]
 
     def _start(self, lang: str, who: str, stage: str, more: str, *raw: Any) -> list[Any]:
         text, problems = recipe(self._values(stage, raw), more or "", STAGES[stage], self.context)
