@@ -142,7 +142,7 @@ def test_preferences_on_pictures_train(place: Path, tmp_path: Path, keys: dict[s
     [
         ({"rejected": None}, "rejected"),
         ({"messages": [{"role": "user", "content": "<image><image>look"}], "images": ["a.png"]}, "more <image>"),
-        ({"chosen": [{"role": "assistant", "content": [picture("a.png")]}]}, "belong into the prompt"),
+        ({"chosen": [{"role": "assistant", "content": [picture("a.png")]}]}, "belong in the prompt"),
         ({"tools": [{"type": "function"}]}, "tool calls"),
     ],
 )

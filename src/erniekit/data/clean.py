@@ -61,7 +61,7 @@ def clean_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("files", nargs="+", metavar="FILE", help="as for `erniekit data`: files, folders, patterns, URLs")
     add("--output", required=True, metavar="NEW.jsonl", help="must not exist yet")
-    add("--dedup", action="store_true", help="of rows that say the same, keep the first")
+    add("--dedup", action="store_true", help="keep the first of rows with the same content")
     add("--near-empty", action="store_true", help="leave out answers without a letter or digit, and N/A")
     add("--drop-bad", action="store_true", help="leave out rows that cannot be read; else they stop it")
     add("--against", action="append", default=[], metavar="EVAL", help="leave out rows that share words with this file")

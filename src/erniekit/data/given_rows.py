@@ -120,4 +120,4 @@ def _plain(value: Any) -> Any:
     """Values of numpy and of Arrow's rows."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise TypeError(f"{type(value).__name__} is no text, number, list or dict: {str(value)[:SHOWN]}")
+    raise TypeError(f"{type(value).__name__} is not text, a number, a list or a dict: {str(value)[:SHOWN]}")

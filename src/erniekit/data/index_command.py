@@ -60,7 +60,7 @@ def _tell(made: Indexed, given: argparse.Namespace, dtype: str, seconds: float) 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="erniekit data index",
-        description="Tokenise text for pre-training. The same command goes on after a kill.",
+        description="Tokenise text for pre-training. The same command resumes after a kill.",
     )
     parser.add_argument(
         "files", nargs="+", metavar="FILE", help=".jsonl, .json or .parquet rows with a text, .txt; .gz of them"

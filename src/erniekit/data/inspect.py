@@ -137,7 +137,7 @@ def _check(path: str, given: argparse.Namespace) -> int:
     say(f"{path}: {paint(found.format, 'bold')} ({found.why})")
     say(f"  {counted(total, 'row')}, {what}, {counted(bad, 'bad row')} ({bad / total:.2%})")
     if thoughts:
-        say(f"  {thoughts:,} answers think first; `train_thinking` says what becomes of their thoughts")
+        say(f"  {thoughts:,} answers think first; `train_thinking` decides how their reasoning is trained")
     if unused:
         say(f"  {unused_line(unused)}")
     for line_of_text in (*quality.lines(), *pairs.lines()):

@@ -129,7 +129,7 @@ def find(path: str | Path) -> list[str]:
         if there:
             missing = next(suffix for suffix in pair if suffix not in there)
             raise DataError(
-                f"half of a data set: {bare + there[0]} has no {Path(bare + missing).name} beside it",
+                f"half of a data set: {bare + there[0]} has no {Path(bare + missing).name} next to it",
                 where=name,
                 fix="copy both files",
             )

@@ -202,7 +202,7 @@ def quality_lines(report: DataReport) -> list[str]:
     if report.duplicates:
         shown = ", ".join(f"{line} = {first}" for line, first in report.first_duplicates)
         more = ", ..." if report.duplicates > len(report.first_duplicates) else ""
-        out.append(f"duplicates: {report.duplicates:,} rows say the same as an earlier one (rows {shown}{more})")
+        out.append(f"duplicates: {report.duplicates:,} rows repeat an earlier one (rows {shown}{more})")
     if report.near_empty:
         shown = ", ".join(map(str, report.first_near_empty))
         more = ", ..." if report.near_empty > len(report.first_near_empty) else ""

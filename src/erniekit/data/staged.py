@@ -77,7 +77,7 @@ def _number(row: Any, column: str, path: str, line: int) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
         has = sorted(row) if isinstance(row, dict) else []
         raise DataError(
-            f"curriculum: {column} is no number in this row",
+            f"curriculum: {column} is not a number in this row",
             where=f"{path}:{line}",
             fix=f"curriculum: {LENGTH}, or one of its columns: {', '.join(map(str, has[:8]))}"
             if value is None

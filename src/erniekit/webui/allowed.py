@@ -15,9 +15,9 @@ from erniekit.errors import ConfigError
 NEVER = {
     "engine_python": "it names a program to run",
     "engine_args": "it is handed to a program as it is",
-    "host": "the page's server listens on this machine alone",
-    "server_names": "the page's server listens on this machine alone",
-    "allow_unauthenticated": "the page's server listens on this machine alone",
+    "host": "the page's server listens only on this machine",
+    "server_names": "the page's server listens only on this machine",
+    "allow_unauthenticated": "the page's server listens only on this machine",
     "api_key_file": "it names a secret",
     "wandb_api_key": "a secret; set WANDB_API_KEY before starting the page",
     "wandb_http_proxy": "a secret",

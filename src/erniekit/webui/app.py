@@ -106,7 +106,7 @@ def settings_from(args: list[str]) -> PageSettings:
 
 def _port(text: str, where: str) -> int:
     if not text.isdecimal() or not 0 <= int(text) <= 65535:
-        raise ConfigError(f"{text!r} is no port", where=where, fix="a number from 0 to 65535; 0 takes a free one")
+        raise ConfigError(f"{text!r} is not a port", where=where, fix="a number from 0 to 65535; 0 takes a free one")
     return int(text)
 
 

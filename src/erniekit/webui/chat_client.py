@@ -51,7 +51,7 @@ def stream_chat(
                     yield "thought", delta["reasoning_content"]
                 if delta.get("content"):
                     yield "answer", delta["content"]
-    raise ChatError("the answer broke off", where="chat", fix="see the server's log; load the model again")
+    raise ChatError("the answer was interrupted", where="chat", fix="see the server's log; load the model again")
 
 
 def _request(url: str, body: Mapping[str, Any] | None, seconds: float, key: str) -> Any:

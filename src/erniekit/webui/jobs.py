@@ -112,7 +112,7 @@ class Jobs:
     def start(self, word: str, recipe: str, who: str = "") -> WebJob:
         """Run `erniekit WORD` on this recipe (YAML text). Raises a ConfigError with everything wrong with it."""
         if word not in forms.COMMANDS:
-            raise JobError(f"{word!r} is no job", where="command", fix="one of " + ", ".join(forms.COMMANDS))
+            raise JobError(f"{word!r} is not a job", where="command", fix="one of " + ", ".join(forms.COMMANDS))
         if len(recipe) > MAX_RECIPE:
             raise JobError("the recipe is too long", where="recipe", fix=f"at most {MAX_RECIPE:,} characters")
         values = forms.checked(recipe, word, self.roots)
@@ -172,7 +172,7 @@ class Jobs:
                 raise JobError("this job is still running", where=id, fix="stop it first")
             folder = self.folder / job.id
             if folder.is_symlink() or Path(os.path.realpath(folder)).parent != self.folder:
-                raise JobError("this is no folder of a job", where=id, fix="remove it by hand")
+                raise JobError("this is not the folder of a job", where=id, fix="remove it by hand")
             for other in self.list():
                 if other.is_running and Path(os.path.realpath(other.output_dir or os.sep)).is_relative_to(folder):
                     raise JobError(f"job {other.id} is writing into this one's folder", where=id, fix="stop it first")

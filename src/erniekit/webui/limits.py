@@ -102,7 +102,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int, seconds: float |
         except asyncio.TimeoutError:
             raise Refused(408, f"the request was not here within {seconds:.0f} s") from None
         if message["type"] == "http.disconnect":
-            raise Refused(400, "the request broke off")
+            raise Refused(400, "the request ended early")
         part = message.get("body", b"")
         size += len(part)
         if size > limit:
@@ -119,7 +119,7 @@ def check_files(body: bytes, folders: Sequence[Path]) -> None:
     try:
         todo = [json.loads(body)]
     except (ValueError, RecursionError):
-        raise Refused(400, "this is no JSON") from None
+        raise Refused(400, "this is not JSON") from None
     while todo:
         value = todo.pop()
         if isinstance(value, dict):

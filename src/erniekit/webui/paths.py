@@ -41,7 +41,7 @@ class Roots:
     def __init__(self, folders: Sequence[str | Path] = ()) -> None:
         self.folders = tuple(Path(os.path.realpath(Path(f).expanduser())) for f in folders or (Path.cwd(),))
         if missing := [str(f) for f in self.folders if not f.is_dir()]:
-            raise ConfigError(f"{missing[0]} is no folder", where="root", fix="name folders that exist")
+            raise ConfigError(f"{missing[0]} is not a folder", where="root", fix="name folders that exist")
 
     @property
     def environment(self) -> dict[str, str]:
@@ -57,7 +57,7 @@ class Roots:
         try:
             real = Path(os.path.realpath(self.folders[0] / Path(text).expanduser()))
         except (OSError, ValueError, RuntimeError) as error:
-            raise PathError(f"{key} is no path: {error}", where=key, fix="check the path") from None
+            raise PathError(f"{key} is not a path: {error}", where=key, fix="check the path") from None
         if real.name == KEY_FILE:
             raise PathError(f"{key} names a secret of this page", where=key, fix="another file")
         if not self.holds(real):

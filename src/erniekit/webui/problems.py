@@ -44,14 +44,14 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
     (r"the job could not be started: .*", "任务无法启动"),
     (r"the name is (?P<count>\d+) characters long", "名称有 {count} 个字符，太长"),
     (r"this file was not uploaded", "该文件没有上传"),
-    (r"(?P<name>.*) is no file of this kind", "{name} 不是支持的文件类型"),
+    (r"(?P<name>.*) is not a file of this kind", "{name} 不是支持的文件类型"),
     (r"the file has (?P<size>[\d,]+) bytes", "文件有 {size} 字节，太大"),
     (r"the file is too large for a message", "文件太大，无法随消息发送"),
     (r"the folder of uploads is full", "上传目录已满"),
     (r"the recipe is not UTF-8", "配置文件不是 UTF-8 编码"),
     (r"the recipe has more than (?P<count>[\d,]+) characters", "配置文件超过 {count} 个字符"),
     (r"the server does not answer: .*", "模型服务没有响应，请重新加载模型"),
-    (r"the answer broke off", "回答中断，请重新加载模型"),
+    (r"the answer was interrupted", "回答中断，请重新加载模型"),
 )
 _FIXES: tuple[tuple[str, str], ...] = (
     (r"at most (?P<most>.*)", "最多 {most}"),

@@ -39,7 +39,7 @@ def keep(file: str, kind: str, root: Path) -> Path:
     name = _short(_STRANGE.sub("-", source.name))
     suffix = next((s for s in sorted(SUFFIXES[kind], key=len, reverse=True) if name.lower().endswith(s)), "")
     if not suffix or len(name) <= len(suffix):
-        raise DataError(f"{source.name[:80]} is no file of this kind", where="upload", fix=" ".join(SUFFIXES[kind]))
+        raise DataError(f"{source.name[:80]} is not a file of this kind", where="upload", fix=" ".join(SUFFIXES[kind]))
     folder = root / kind
     folder.mkdir(parents=True, exist_ok=True)
     _check_room(folder, source)

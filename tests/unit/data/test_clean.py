@@ -123,7 +123,7 @@ def test_the_data_command_shows_lengths_repeats_and_takes_the_keys_of_its_help(f
     assert data_command([train]) == 0
     said = capsys.readouterr().out
     assert "characters a row: min 3, median" in said
-    assert "duplicates: 1 rows say the same as an earlier one (rows 2 = 1)" in said
+    assert "duplicates: 1 rows repeat an earlier one (rows 2 = 1)" in said
     assert "near-empty answers: 1 rows (row 4)" in said
     assert "fields not used: `id` in 6 rows" in said
     table = tmp_path / "a.csv"

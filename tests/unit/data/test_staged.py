@@ -78,7 +78,7 @@ def test_a_column_of_numbers_is_read_for_the_rows_that_became_samples(tmp_path: 
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(json.dumps({"src": "a", "hard": value}) for value in (3, 0.5, "x", 2)))
     assert difficulties(str(file), "hard", [1, 2, 4, 4]).tolist() == [3, 0.5, 2, 2]
-    with pytest.raises(DataError, match="curriculum: hard is no number in this row") as raised:
+    with pytest.raises(DataError, match="curriculum: hard is not a number in this row") as raised:
         difficulties(str(file), "hard", [3])
     assert raised.value.where == f"{file}:3"
     with pytest.raises(DataError) as raised:

@@ -226,7 +226,7 @@ def test_two_trainings_into_one_folder_are_refused_and_two_without_a_folder_are_
 
 @pytest.mark.parametrize("word", ["", "demo", "webui", "train; id", "--help", "data"])
 def test_only_the_commands_of_the_page_are_started(jobs: Jobs, stand: Stand, word: str) -> None:
-    with pytest.raises(JobError, match="is no job"):
+    with pytest.raises(JobError, match="is not a job"):
         jobs.start(word, RECIPE)
     assert not stand.asked
 

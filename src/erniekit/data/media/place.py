@@ -82,7 +82,7 @@ def from_data_url(url: str) -> bytes:
         raise MediaError("bad_data_url", f"{url[:40]}...: a data URL has a comma before its content")
     content = from_base64(body) if head.lower().endswith(";base64") else unquote_to_bytes(body)
     if not content:
-        raise MediaError("empty_media", "it is empty: nothing stands behind the comma")
+        raise MediaError("empty_media", "it is empty: there is no data after the comma")
     return content
 
 
@@ -90,7 +90,7 @@ def from_base64(text: str) -> bytes:
     try:
         return base64.b64decode(re.sub(r"\s+", "", text), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise MediaError("bad_base64", because(f"{text[:24]!r}... is no base64", error)) from None
+        raise MediaError("bad_base64", because(f"{text[:24]!r}... is not base64", error)) from None
 
 
 def read(place: MediaPlace, limits: MediaLimits) -> bytes:

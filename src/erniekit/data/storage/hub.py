@@ -38,7 +38,7 @@ class HubDataset:
         self.id, _, query = word.partition("?")
         self.options = dict(parse_qsl(query))
         if unknown := [name for name in self.options if name not in _OPTIONS]:
-            raise DataError(f"{unknown[0]!r} is no option", where=self.word, fix=f"options: {', '.join(_OPTIONS)}")
+            raise DataError(f"{unknown[0]!r} is not an option", where=self.word, fix=f"options: {', '.join(_OPTIONS)}")
         self._builder: Any = None
 
     def __str__(self) -> str:
@@ -97,7 +97,7 @@ class HubDataset:
                 import datasets
             except ImportError as error:
                 raise DataError(
-                    f"{self.id} is no file or folder here, and datasets of the hub need the package `datasets`",
+                    f"{self.id} is not a file or folder here, and datasets of the hub need the package `datasets`",
                     where=self.word,
                     fix=f"check the path, or {install_command('hub')}",
                 ) from error

@@ -161,7 +161,7 @@ def replace_tags(
 
 def _refuse_tags(text: str, field: str) -> str:
     if found := _TAGS.search(text):
-        raise BadRow("media_in_answer", f"`{field}` holds {found[0]}: pictures belong into the question")
+        raise BadRow("media_in_answer", f"`{field}` holds {found[0]}: pictures belong in the question")
     return text
 
 

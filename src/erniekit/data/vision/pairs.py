@@ -87,7 +87,7 @@ def read_vision_pair(row: Any, folder: Path, format: str) -> VisionPair:
             raise BadRow("tools", "tool calls are not read where a model that sees compares answers")
     for message in (*said.chosen, *said.rejected):
         if media_in(message):
-            raise BadRow("media_in_answer", "pictures belong into the prompt, not behind an answer")
+            raise BadRow("media_in_answer", "pictures belong in the prompt, not behind an answer")
     return VisionPair(
         said.prompt, tuple(media.found), said.unused, chosen=said.chosen, rejected=said.rejected,
         score_delta=said.score_delta,

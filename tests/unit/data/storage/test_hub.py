@@ -28,7 +28,7 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_unknown_option_is_refused() -> None:
-    with pytest.raises(DataError, match="'spilt' is no option"):
+    with pytest.raises(DataError, match="'spilt' is not an option"):
         located("owner/name?spilt=test")
 
 
