@@ -209,7 +209,7 @@ def test_a_folder_that_was_swapped_for_a_link_is_not_deleted(jobs: Jobs, stand: 
     until(jobs, job.id, lambda job: not job.is_running)
     (room / "webui" / "jobs" / job.id).rename(room / "precious")
     (room / "webui" / "jobs" / job.id).symlink_to(room / "precious")
-    with pytest.raises(JobError, match="no folder of a job"):
+    with pytest.raises(JobError, match="not the folder of a job"):
         jobs.delete(job.id)
     assert (room / "precious" / "recipe.yaml").exists()
 
