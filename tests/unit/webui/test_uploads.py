@@ -48,7 +48,7 @@ def test_a_file_is_kept_under_its_name_and_never_over_another(sent: Path, tmp_pa
     "name", ["a.py", "jsonl", ".jsonl", "a.jsonl.exe", "a.yaml", "a.html", "a.zip", "a.jsonl.html", "a.svg", "..jsonl"]
 )
 def test_other_kinds_of_files_are_refused(name: str, sent: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no file of this kind"):
+    with pytest.raises(DataError, match="not a file of this kind"):
         keep(put(sent, name), DATA, tmp_path)
     assert not (tmp_path / DATA / name).exists()
 
