@@ -45,12 +45,21 @@ class Terminal:
     def wait_for(self, word: str, count: int = 1, seconds: float = 60) -> None:
         end = time.monotonic() + seconds
         while self.shown.count(word) < count:
-            ready, _, _ = select.select([self._ours], [], [], max(0.0, end - time.monotonic()))
-            assert ready, f"no {word!r} in {self.shown!r}"
-            try:
-                self.shown += os.read(self._ours, 65536).decode(errors="replace")
-            except OSError:  # the other side is closed
-                assert self.shown.count(word) >= count, f"no {word!r} in {self.shown!r}"
+            assert self._read(end), f"no {word!r} in {self.shown!r}"
+
+    def wait_for_prompt(self, seconds: float = 60) -> None:
+        """A key that comes before the prompt is not the prompt's: the terminal is still that of the answer."""
+        end = time.monotonic() + seconds
+        while not self.shown.endswith("User: "):
+            assert self._read(end), f"no prompt after {self.shown!r}"
+
+    def _read(self, end: float) -> bool:
+        ready, _, _ = select.select([self._ours], [], [], max(0.0, end - time.monotonic()))
+        try:
+            self.shown += os.read(self._ours, 65536).decode(errors="replace") if ready else ""
+        except OSError:  # the other side is closed
+            return False
+        return bool(ready)
 
     def end(self) -> int:
         return self.process.wait(60)
@@ -105,6 +114,7 @@ def test_pasted_lines_are_one_message_and_one_too_long_is_refused_once(live, tmp
         terminal.press(pasted("\n".join(f"line {k}" for k in range(300))))
         terminal.wait_for("fix:   send less text")
         assert terminal.shown.count("Assistant: ") == 2, "one for each paste"
+        terminal.wait_for_prompt()
         terminal.press(CTRL_D)
         assert terminal.end() == 0
     finally:
