@@ -28,7 +28,6 @@ from erniekit.lora.inject import inject
 from erniekit.parallel.apply import plain
 from erniekit.recipes.built import Built
 from erniekit.recipes.datasets import TrainData
-from erniekit.serve.batch_generation import generate_greedily
 from erniekit.track import Trackers
 from erniekit.track.samples import FILE, keep_until
 
@@ -91,6 +90,8 @@ class GenerationEval:
         }
 
     def _share(self, rank: int, ranks: int) -> list[list[int]]:
+        from erniekit.serve.batch_generation import generate_greedily  # the server's engine: half a second to import
+
         built, mine = self.built, self.prompts[rank::ranks]
         tree = twin_of(built)  # every rank: sharded weights are gathered together
         tokenizer = self.tokenizer
