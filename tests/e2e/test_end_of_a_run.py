@@ -29,7 +29,7 @@ def test_save_strategy_no_leaves_weights_alone_and_the_same_command_finds_the_ru
     assert (tmp_path / "run" / "model.safetensors").is_file()
     assert train(tmp_path / "run", **KEYS).steps == 2
 
-    with pytest.raises(CheckpointError, match="weights alone") as refused:
+    with pytest.raises(CheckpointError, match="holds only weights") as refused:
         train(tmp_path / "run", **{**KEYS, "max_steps": 3})
     assert "ignore_load_lr_and_optim: True" in refused.value.fix
     assert train(tmp_path / "run", **{**KEYS, "max_steps": 3, "ignore_load_lr_and_optim": True}).steps == 3

@@ -197,7 +197,7 @@ def test_only_who_has_the_key_gets_in_and_nobody_listens_to_strangers_without_on
             assert KEY not in refused.text
             for host in ("0.0.0.0", "::", "192.0.2.1"):
                 assert main(["server", str(folder), f"host={host}"]) == 2
-                assert "there is no key" in capsys.readouterr().err
+                assert "no key is set" in capsys.readouterr().err
                 row.count += 1
                 row.hits += 1
     finally:

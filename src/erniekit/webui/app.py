@@ -281,7 +281,7 @@ def serve(app: Guard, listening: socket.socket, url: str) -> None:
     class PageServer(uvicorn.Server):
         async def startup(self, sockets: Any = None) -> None:
             await super().startup(sockets)
-            say(f"{paint('ready', 'green', 'bold')}: {url}")
+            say(f"{paint('ready', 'green', 'bold')}: ", own_address=url)
             say("Ctrl-C ends the page and unloads its chat models; training runs continue and are found again.")
 
         async def shutdown(self, sockets: Any = None) -> None:

@@ -121,7 +121,7 @@ def test_the_folder_may_be_named_in_every_spelling(words):
 
 @pytest.mark.parametrize("words", [["--foo", "x"], ["x"], ["--dir"], ["--dir", "x", "y"]])
 def test_words_the_demo_does_not_know_are_an_error_with_its_usage(words):
-    with pytest.raises(ConfigError, match="does not know"):
+    with pytest.raises(ConfigError, match="does not take"):
         recipe.folder_from(words)
 
 

@@ -128,7 +128,7 @@ def test_a_damaged_file_is_refused_by_name(folder, damage):
     data = file.read_bytes()
     file.write_bytes({"cut": data[: len(data) // 2], "header": b"\xff" * 64 + data[64:], "empty": b""}[damage])
     error = refusal(folder)
-    assert "model.safetensors is not a sound safetensors file" in error.what
+    assert "model.safetensors is not a valid safetensors file" in error.what
 
 
 def test_a_missing_tensor_is_named(folder):

@@ -248,7 +248,7 @@ def test_the_data_command_shows_what_is_compared_and_lists_bad_rows(
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert data_command([str(path)]) == 1
     out = capsys.readouterr().out
-    assert "4 rows, 3 preference pairs, 1 bad rows" in out
+    assert "4 rows, 3 preference pairs, 1 bad row" in out
     assert "prompt 1 (to 6), chosen 4 (to 15), rejected 4 (to 13); chosen is longer in 67%" in out
     assert "1 prompts hold earlier turns" in out
     assert "1 pairs have answers of several turns" in out

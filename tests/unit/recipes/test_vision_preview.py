@@ -58,9 +58,11 @@ def test_the_page_shows_them_too(root: Path) -> None:
     values["media_timeout"] = 60.0
     found = page_preview(values, Roots([root]), "train.vl_sft")
     assert found.error == ""
-    assert [len(row.media) for row in found.rows] == [2, 1, 0]
+    elsewhere = found.rows[1]
+    assert [len(row.media) for row in found.rows] == [2, 0, 0]
+    assert "outside the folders of the page" in elsewhere.problem
     assert found.html.count("<img src=") == 2
-    assert found.html.count("<figcaption>") == 3
+    assert found.html.count("<figcaption>") == 2
 
 
 def test_nothing_but_a_picture_gets_into_the_page() -> None:

@@ -235,6 +235,7 @@ def test_models_come_and_go_between_recorded_steps_and_running_answers_stay_what
             await asyncio.sleep(0.001)
         await asyncio.wrap_future(engine.add_model("new", tree))
         later = [asyncio.ensure_future(listen(engine, job(p, model="new"))) for p in asked[2:]]
+        await asyncio.sleep(0)  # they are submitted
         while engine.load().waiting:
             await asyncio.sleep(0.001)
         engine.remove_model("new")
