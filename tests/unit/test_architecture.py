@@ -102,7 +102,11 @@ def statements(tree: ast.AST, types: bool) -> Iterator[ast.AST]:
 
 @cache
 def parsed(file: Path) -> ast.Module:
-    return ast.parse(file.read_text(encoding="utf-8"))
+    text = file.read_text(encoding="utf-8")
+    try:
+        return ast.parse(text)
+    except SystemError:  # Python 3.11 counts the depth of all threads together (CPython issue 106905)
+        return ast.parse(text)
 
 
 @cache
