@@ -96,7 +96,7 @@ def choose_stages(hands: Hands) -> None:
     """A stage shows the keys it reads, and a row of its data."""
     for stage, drawer, hidden, row in (
         ("KTO", "preferences", "#train-teacher_model_name_or_path", "completion"),
-        ("CLS", "classes", "#train-fine_tuning", "label"),
+        ("CLS", "classes", "#train-teacher_model_name_or_path", "label"),
         ("SFT", "distill", "#train-class_labels", "messages"),
     ):
         hands.choose("train-stage", hands.word(f"stage.{stage.lower()}"))
@@ -105,6 +105,8 @@ def choose_stages(hands: Hands) -> None:
         title = hands.word(f"train.drawer.{drawer}")
         hands.page.get_by_role("button", name=re.compile(rf"^{title}(\W|$)")).first.wait_for()
         assert not hands.page.locator(hidden).is_visible()
+        whole = stage == "CLS"  # trains every weight unless adapters are chosen, and the form shows it
+        hands.until(lambda whole=whole: ("fine_tuning: Full" in hands.text("#train-yaml")) == whole, 60, stage)  # type: ignore[misc]
 
 
 def start(hands: Hands) -> None:

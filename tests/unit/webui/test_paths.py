@@ -98,7 +98,7 @@ def test_one_path_that_leads_out_is_enough(roots: Roots, key: str, value: object
 
 
 def test_a_root_that_is_no_folder_is_said_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no folder"):
+    with pytest.raises(ConfigError, match="not a folder"):
         Roots([tmp_path / "none"])
 
 

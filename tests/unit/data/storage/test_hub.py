@@ -22,7 +22,7 @@ ROWS = [{"question": f"q{n}", "answer": f"a{n}"} for n in range(50)]
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match="no file or folder here") as refused:
+    with pytest.raises(DataError, match="not a file or folder here") as refused:
         list(rows("owner/name"))
     assert "erniekit-torch[hub]" in refused.value.fix
 
