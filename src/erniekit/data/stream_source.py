@@ -160,7 +160,7 @@ class StreamSource:
 
     def _added(self, chunk: Chunk, job: TokeniseJob, after: StreamState) -> dict[str, bytes]:
         """What a chunk adds to the files; the rest of it goes into `after`."""
-        report = self._told(after)
+        report = self._stored_report(after)
         bad = add_counts(report, chunk, job.path)
         report.near_empty += len(chunk.near_empty)
         report.first_near_empty += chunk.near_empty[: SHOWN_LINES - len(report.first_near_empty)]
@@ -168,27 +168,27 @@ class StreamSource:
         made = chunk.main
         ends = after.tokens + np.cumsum(made.lengths, dtype=np.int64)
         after.samples, after.tokens = after.samples + len(ends), after.tokens + len(made.ids)
-        told = [{"file": p.file, "line": p.line, "kind": p.kind, "reason": p.reason} for p in bad]
+        problems = [{"file": p.file, "line": p.line, "kind": p.kind, "reason": p.reason} for p in bad]
         return {
             IDS: made.ids.astype(np.int32).tobytes(),
             LABELS: made.labels.astype(np.int32).tobytes(),
             ENDS: ends.tobytes(),
             KEYS: np.array(chunk.keys, np.uint64).reshape(-1, 2).tobytes(),
-            BAD_ROWS: "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in told).encode(),
+            BAD_ROWS: "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in problems).encode(),
         }
 
-    def _told(self, progress: StreamState) -> DataReport:
+    def _stored_report(self, progress: StreamState) -> DataReport:
         """The report as it is stored: counts that add up chunk by chunk."""
-        told = progress.report
-        if not told:
+        stored = progress.report
+        if not stored:
             return DataReport(self.name, self._first.format, thinking=self._first.thinking)
-        report = DataReport.from_dict(told, self.name)
+        report = DataReport.from_dict(stored, self.name)
         for name in ("first_bad", "first_dropped"):
-            setattr(report, name, [RowProblem(**problem) for problem in told[name]])
+            setattr(report, name, [RowProblem(**problem) for problem in stored[name]])
         return report
 
     def _reported(self, progress: StreamState) -> DataReport:
-        report, read = self._told(progress), self._store.read
+        report, read = self._stored_report(progress), self._store.read
         report.measure(np.diff(read(ENDS, np.int64, 0, progress.samples), prepend=0))
         keys = read(KEYS, np.uint64, 0, progress.sizes[KEYS] // 8).reshape(-1, 2)
         same = repeated(keys[:, 1], keys[:, 0])
@@ -200,10 +200,9 @@ class StreamSource:
 
     def _check(self, progress: StreamState) -> None:
         """The bound on bad rows holds for what was read. While that is little, one bad row is not a share yet."""
-        told = self._told(progress)
-        if progress.ended or told.bad_rows > max(1.0 if self._max_bad else 0.0, self._max_bad * told.rows):
-            report = self._reported(progress)
-            report.check(self._max_bad, self._store.folder / BAD_ROWS)
+        report = self._stored_report(progress)
+        if progress.ended or report.bad_rows > max(1.0 if self._max_bad else 0.0, self._max_bad * report.rows):
+            self._reported(progress).check(self._max_bad, self._store.folder / BAD_ROWS)
 
 
 def stream_fingerprint(files: Sequence[str], key_of: Callable[[str], str]) -> str:

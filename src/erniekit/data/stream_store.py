@@ -1,7 +1,7 @@
 """Samples of a source that is still being read, on disk: one process appends, all that share the folder read.
 
-Used by stream_source.py. What counts is what state.json says: it is replaced after every append, so a process that was
-killed leaves whole samples, and the next one goes on behind them.
+Used by stream_source.py. Only bytes that state.json counts are valid: it is replaced after every append, so a process
+that was killed leaves whole samples, and the next one appends after them.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class StreamStore:
                 self._lock = None
 
     def _claim(self) -> None:
-        """While it is checked, nobody takes what the folder holds for good."""
+        """Verify the stored samples. Until that is done there is no state.json, so that no other process reads them."""
         state, claimed = self.folder / STATE, self.folder / CLAIMED
         if state.exists():
             os.replace(state, claimed)

@@ -78,7 +78,7 @@ def _source(
     return StreamSource(name, paths, job_of, fingerprint, StreamStore(folder), d.max_bad_fraction)
 
 
-def tell_read(data: TrainData, output: Path) -> bool:
+def report_read_rows(data: TrainData, output: Path) -> bool:
     """At the end of a run, what it has read: on screen, and its bad rows as a file; the samples go. False: the run had
     read all before it began."""
     if not isinstance(data.stream, StreamPacks):

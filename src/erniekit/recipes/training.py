@@ -46,7 +46,7 @@ from erniekit.recipes.save_times import ends_with_weights_alone, minutes_between
 from erniekit.recipes.schedule import make_schedule
 from erniekit.recipes.session import Session
 from erniekit.recipes.stage import Prepare, TrainingStage
-from erniekit.recipes.streaming import tell_read
+from erniekit.recipes.streaming import report_read_rows
 from erniekit.recipes.vision_features import KeptFeatures, looking
 from erniekit.result import RunResult
 from erniekit.track import TRACKERS, Trackers, make_trackers
@@ -161,7 +161,7 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
         except BaseException:
             saver.saves.abandon()  # a save in the background ends before the folder is let go
             raise
-        if tell_read(data, output):
+        if report_read_rows(data, output):
             record.describe(data=run_summary.data_facts(data))
         result = finish.close_run(cfg, output, built, trainer, saver, trackers, started)
     record.finish("finished", result.metrics, result.next_commands)
