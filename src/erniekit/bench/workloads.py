@@ -156,8 +156,8 @@ _ALL = (
         ("unsloth-4bit", "unsloth"), together=False, limit_gib=45, target=24e3, apart=_ROUNDED, note=_OTHER_BASE,
     ),
     Workload(
-        "C2-fp8", "the same, multiplied in fp8", ERNIE_21B, Rows(1, _8K), {**WINT, **IN_FP8}, ("unsloth",),
-        together=False, limit_gib=45, target=28e3, apart=_ROUNDED, note=_OTHER_BASE,
+        "C2-fp8", "the same, multiplied in fp8", ERNIE_21B, Rows(1, _8K), {**WINT, **IN_FP8},
+        ("unsloth-4bit", "unsloth"), together=False, limit_gib=45, target=28e3, apart=_ROUNDED, note=_OTHER_BASE,
     ),
     Workload(
         "C2-32", "C2-fp8 in 32 GiB, layers recomputed", ERNIE_21B, Rows(1, _8K), {**WINT, **IN_FP8, **within(32)},
