@@ -90,7 +90,7 @@ def make_model(options: argparse.Namespace, folder: Path) -> Path:
     config = spec.read_config(raw, "hf", not raw["tie_word_embeddings"], str(target))
     with torch.device("meta"):
         shapes = {name: tuple(p.shape) for name, p in spec.build(config).named_parameters()}
-    device = pick(None if options.device == "auto" else options.device, False).handle
+    device = pick(options.device, False).handle
 
     def weight(name: str) -> torch.Tensor:
         value = initial_value(name, shapes[name], 0, config.init_std, device)

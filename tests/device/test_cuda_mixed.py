@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from erniekit.devices import pick
 from support.mixed_job import Trained, check, train, train_in_rank
 from support.mixed_run import NOTICED_S, STEPS, MixedRun, kill_and_resume, make_models
 from support.ranks import Ranks
@@ -77,6 +78,7 @@ def test_a_card_and_a_cpu_in_one_job_train_as_one_process_does(
     said = jobs[name].wait()
     jobs["one"].wait()
     got, want = jobs[name].losses(), jobs["one"].losses()
+    first, second = (pick(name).wire for name in (first, second))
     assert f"islands  {first}: rank 0, {second}: rank 1" in said
     print(f"{name}: losses {max(abs(a - b) for a, b in zip(got, want, strict=True)):.1e} apart")
     assert got == pytest.approx(want, abs=LOSS)

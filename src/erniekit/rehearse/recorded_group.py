@@ -89,7 +89,15 @@ class RecordedGroup(dist.ProcessGroup):
         key = tuple(members)
         self._group, self._trace, self._made = RankGroup(key, made[key]), trace, made
         made[key] += 1
-        self._name = ""
+        self._name, self._place, self._size = "", rank, len(members)
+
+    # In Python: torch 2.11 compiles calls of C++ methods for its own group classes only.
+
+    def rank(self) -> int:
+        return self._place
+
+    def size(self) -> int:
+        return self._size
 
     def getBackendName(self) -> str:
         return BACKEND

@@ -27,7 +27,9 @@ class VisionPeft(PeftAttention):
         config = transformers.AutoConfig.for_model(**written)
         config.text_config.use_cache = False
         config.text_config._experts_implementation = "grouped_mm"
-        options: dict[str, Any] = {"attn_implementation": self.attention(), "dtype": task.dtype}
+        # The tower by SDPA: transformers hands the bounds of the documents on to it, where FlashAttention has its own.
+        ways = {"": self.attention(), "text_config": self.attention(), "vision_config": "sdpa"}
+        options: dict[str, Any] = {"attn_implementation": ways, "dtype": task.dtype}
         with torch.device("meta"):
             model: Any = transformers.AutoModelForImageTextToText.from_config(config, **options)
         fill(model, peer_tensors(folder, "hf_fused", task.dtype, task.device, task.options.seed, skew=False))
@@ -68,7 +70,7 @@ class VisionPeft(PeftAttention):
             return given
         if self.flash4:
             given |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), rows.bounds)
-            given |= dict.fromkeys(("max_length_q", "max_length_k"), rows.longest)
+            given |= dict.fromkeys(("max_length_q", "max_length_k"), int(rows.longest))
             return given
         where = torch.arange(length, device=rows.ids.device)
         document = torch.bucketize(where, rows.bounds[1:], right=True)
