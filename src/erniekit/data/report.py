@@ -202,11 +202,12 @@ def quality_lines(report: DataReport) -> list[str]:
     if report.duplicates:
         shown = ", ".join(f"{line} = {first}" for line, first in report.first_duplicates)
         more = ", ..." if report.duplicates > len(report.first_duplicates) else ""
-        out.append(f"duplicates: {report.duplicates:,} rows repeat an earlier one (rows {shown}{more})")
+        rows = "row repeats" if report.duplicates == 1 else "rows repeat"
+        out.append(f"duplicates: {report.duplicates:,} {rows} an earlier one (row {shown}{more})")
     if report.near_empty:
         shown = ", ".join(map(str, report.first_near_empty))
         more = ", ..." if report.near_empty > len(report.first_near_empty) else ""
-        out.append(f"near-empty answers: {report.near_empty:,} rows (row {shown}{more})")
+        out.append(f"near-empty answers: {counted(report.near_empty, 'row')} (row {shown}{more})")
     return out
 
 
