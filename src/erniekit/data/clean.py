@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -91,17 +93,24 @@ class _Cleaning:
                         self.against.add(found, where)
         try:
             self.output.parent.mkdir(parents=True, exist_ok=True)
-            with ExitStack() as stack:
-                # x: a file that appeared meanwhile is not ours either
-                copy, listed = (
-                    stack.enter_context(open(path, "x", encoding="utf-8")) for path in (self.output, self.removed)
-                )
-                try:
+            # Under hidden names until they are whole: half a copy, as a kill leaves it, looks like a whole one.
+            mark = secrets.token_hex(4)
+            parts = {path: path.with_name(f".{path.name}.{mark}.part") for path in (self.removed, self.output)}
+            try:
+                with ExitStack() as stack:
+                    listed, copy = (stack.enter_context(open(part, "x", encoding="utf-8")) for part in parts.values())
                     self._copy(copy, listed)
-                except BaseException:  # half a copy looks like a whole one
-                    self.output.unlink()
-                    self.removed.unlink()
-                    raise
+                for path, part in parts.items():
+                    _publish(part, path)
+            finally:
+                for part in parts.values():
+                    part.unlink(missing_ok=True)
+        except FileExistsError as error:
+            raise DataError(
+                "a file of the copy's name appeared while it was made",
+                where=str(self.output),
+                fix="give another --output",
+            ) from error
         except OSError as error:
             raise DataError(
                 f"the copy cannot be written: {error.strerror or error}",
@@ -171,6 +180,17 @@ class _Cleaning:
         say(f"{paint(str(self.output), 'bold')}: {counted(self.kept, 'row')}; left out: {why}")
         if not self.kept:
             warn(f"no row is left: {self.output} is empty")
+
+
+def _publish(whole: Path, path: Path) -> None:
+    """Under its name; FileExistsError if there is a file of that name."""
+    try:
+        os.link(whole, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links
+        with open(whole, "rb") as source, open(path, "xb") as target:
+            shutil.copyfileobj(source, target)
 
 
 def _format(found: StageRows) -> str:

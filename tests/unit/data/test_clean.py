@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -197,3 +199,17 @@ def test_a_mistyped_flag_is_an_error_of_three_lines(files) -> None:
     assert "did you mean --near-empty?" in error.value.fix
     with pytest.raises(ConfigError, match="required: --output"):
         clean_command([train, "--dedup"])
+
+
+def test_a_killed_copy_leaves_nothing_under_its_name(files) -> None:
+    train, _, output = files
+    code = (
+        "import os, sys; from erniekit.data import clean\n"
+        "clean._publish = lambda *_: os.kill(os.getpid(), 9)\n"  # all is written, nothing has its name yet
+        "clean.clean_command(sys.argv[1:])"
+    )
+    words = [train, "--output", str(output), "--dedup"]
+    assert subprocess.run([sys.executable, "-c", code, *words], capture_output=True).returncode == -9
+    assert not output.exists()
+    assert clean_command(words) == 0, "what is left of it is in nobody's way"
+    assert kept(output) == [1, 3, 4, 5, 6]
