@@ -68,21 +68,23 @@ def stage_rows(
     stage = stage or _by_fields(path, type, columns, vision)
     rules = PairRules(_NO_LIMIT)
     # Without a tokenizer a job reads rows and assembles none.
-    common: Any = (tokenizer, _NO_LIMIT, "drop", False)
+    common: dict[str, Any] = dict(
+        tokenizer=tokenizer, max_seq_len=_NO_LIMIT, overlong="drop", compat=False, columns=columns
+    )
     if columns and (type or stage in ("KTO", "CLS")):
         check_columns(path, columns)
     if stage == "PT":
-        return StageRows("text", "for `stage: PT`", "document", DocumentJob(path, "text", *common))
+        return StageRows("text", "for `stage: PT`", "document", DocumentJob(path, "text", **common))
     if stage == "CLS":
-        job = ClassifyJob(path, "classes", *common, columns=columns, classes=classes_in([path], columns))
+        job = ClassifyJob(path, "classes", classes=classes_in([path], columns), **common)
         return StageRows("classes", "rows have `text` and `label`: for `stage: CLS`", "text", job)
     if stage == "KTO":
-        judged = UnpairedJob(path, "unpaired", *common, rules, columns=columns)
+        judged = UnpairedJob(path, "unpaired", pairs=rules, **common)
         return StageRows("unpaired", "for `stage: KTO`", "judged answer", judged)
     found = detect(path, vision, columns) if type is None else _as_given(path, type, columns)
     if stage in ("DPO", "RM") and not found.preference:
         raise not_pairs(path, found.why, "a reward model" if stage == "RM" else "DPO")
-    read = TokeniseJob(path, found.format, *common, rules if found.preference else None, columns=columns)
+    read = TokeniseJob(path, found.format, pairs=rules if found.preference else None, **common)
     noun = "preference pair" if found.preference else "conversation"
     return StageRows(found.format, found.why, noun, read, bool(found.vision))
 
