@@ -314,12 +314,18 @@ def _listed(prompt: Any) -> tuple[bool, list[Any]]:
         prompt = prompt.tolist()
     if not isinstance(prompt, Sequence) or not prompt:
         raise DataError(
-            f"a prompt is {type(prompt).__name__}" + ("" if prompt else " without content"),
+            f"the prompt is {_described(prompt)}",
             where="generate",
             fix="a text, a list of messages, a list of token ids, or a list of these",
         )
     single = isinstance(prompt[0], Mapping) or _is_id(prompt[0])
     return single, [prompt] if single else list(prompt)
+
+
+def _described(prompt: Any) -> str:
+    if prompt is None:
+        return "None"
+    return f"an object of type {type(prompt).__name__}" if prompt else f"an empty {type(prompt).__name__}"
 
 
 def _is_id(value: Any) -> bool:

@@ -73,11 +73,18 @@ class Plot:
     def save(self, path: str | Path) -> Path:
         """Writes the picture as an SVG file that does not exist yet."""
         target = Path(path).expanduser()
+        if target.suffix.lower() != ".svg":
+            fix = f"name it {target.with_suffix('.svg').name}, or draw run.metrics.to_pandas() with a plotting package"
+            raise ConfigError(f"{target.name} does not end in .svg; the picture is SVG", where="save", fix=fix)
         try:
             with target.open("x", encoding="utf-8") as file:
                 file.write(self.svg)
         except FileExistsError:
             raise ConfigError(f"{target} exists", where="save", fix="choose a new name") from None
+        except OSError as error:
+            raise ConfigError(
+                f"the picture cannot be written: {error.strerror}", where=str(target), fix="check the folder"
+            ) from error
         return target
 
     def _repr_svg_(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from erniekit.api.run_folder import TrainingRun
 from erniekit.config import Note, RunConfig
 from erniekit.config import load as load_config
+from erniekit.config.flat import is_known
 from erniekit.data.given_rows import GivenRows
 from erniekit.errors import ConfigError
 from erniekit.loss_table import CROSS_ENTROPY, IN_SESSION
@@ -17,6 +19,8 @@ from erniekit.losses.own import TokenLoss
 from erniekit.recipes.run import run_train
 from erniekit.recipes.score_heads import read_classes
 from erniekit.recipes.session import Session, sorted_callbacks
+
+_ARGUMENTS = ("data", "eval_data", "callbacks", "loss")  # of train, beside keys
 
 
 def train(
@@ -53,6 +57,7 @@ def train(
     hooks, trackers = sorted_callbacks(callbacks)
     own = None if loss is None else TokenLoss.of(loss, _name(loss))
     files, given = _recipe(recipe)
+    _refuse_mistyped_argument(keys)
     given |= keys
     rows: dict[str, GivenRows] = {}
     for argument, value in (("data", data), ("eval_data", eval_data)):
@@ -79,6 +84,14 @@ def train(
     command = [*words, *files, *(f"{name}={_word(value)}" for name, value in given.items())]
     result = run_train(cfg, command, session=Session(hooks, trackers, own, tuple(rows.values())))
     return TrainingRun(result.output_dir, result)
+
+
+def _refuse_mistyped_argument(keys: Mapping[str, Any]) -> None:
+    """Before the keys are read: what resembles an argument would be compared with names of keys alone."""
+    for name in keys:
+        near = [] if is_known(name) else difflib.get_close_matches(name, _ARGUMENTS, 1, cutoff=0.8)
+        if near:
+            raise ConfigError(f"unknown argument {name!r}", where="train", fix=f"did you mean {near[0]}?")
 
 
 def _recipe(recipe: Any) -> tuple[list[str], dict[str, Any]]:

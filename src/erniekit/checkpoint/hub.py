@@ -33,6 +33,13 @@ def resolve_model(name: str | None, hub: str | None = None) -> Path:
             where="model_name_or_path",
             fix="point at the folder that holds config.json and the .safetensors files",
         )
+    if folder.is_file():
+        holds = _is_model(folder.parent)
+        raise CheckpointError(
+            f"{name} is a file, where the folder of a model is needed",
+            where="model_name_or_path",
+            fix=f"name its folder: {folder.parent}" if holds else "name the folder with config.json and the weights",
+        )
     cached = _cached_snapshot(name)
     if cached:
         return cached

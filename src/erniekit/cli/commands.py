@@ -133,6 +133,7 @@ COMMANDS: dict[str, Command] = {
         (
             "erniekit data FILE [FILE ...] [key=value ...]   reads only, needs no model",
             "  FILE: .jsonl .json .csv .tsv .parquet, .gz of them, a folder, a pattern, a URL, OWNER/NAME of the hub",
+            "  --stage NAME      (stage) read rows as SFT, DPO, RM, KTO, CLS or PT does; default: by their fields",
             "  --type NAME       (train_dataset_type) read as this format instead of detecting it: erniekit, alpaca,",
             "                    messages, chatml, sharegpt, prompt_completion",
             "  --columns F=C,..  (columns) which column holds which field: prompt=q,response=a",

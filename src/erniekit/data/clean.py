@@ -8,22 +8,27 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from erniekit.data.formats import Detected, Raw, detect, parse, parse_pair
+from erniekit.data.flag_parser import FlagParser
+from erniekit.data.formats import Raw
 from erniekit.data.formats.columns import Columns
 from erniekit.data.formats.files import decode
 from erniekit.data.inspect import as_flags, columns_given
 from erniekit.data.overlap import OverlapIndex
 from erniekit.data.quality import Read, is_near_empty, row_key
+from erniekit.data.stage_rows import STAGES, StageRows, stage_rows
 from erniekit.data.storage import listed_files
-from erniekit.data.tokenise import whole_rows
+from erniekit.data.text_rows import PlainText
 from erniekit.data.types import RowProblem
 from erniekit.errors import ConfigError, DataError
+from erniekit.files.unwritable import way_out
 from erniekit.log import paint, say, warn
 from erniekit.printable import counted, public
 from erniekit.progress import WorkProgress
@@ -32,7 +37,7 @@ _SHOWN = 50  # rows printed; all are in the list beside the copy
 
 
 def clean_command(args: list[str]) -> int:
-    given = clean_parser().parse_args(as_flags(args, ("columns",), "erniekit data clean"))
+    given = clean_parser().parse_args(as_flags(args, ("stage", "columns"), "erniekit data clean"))
     if not (given.dedup or given.against or given.near_empty or given.drop_bad):
         raise ConfigError(
             "nothing to clean was asked for",
@@ -53,7 +58,7 @@ def clean_command(args: list[str]) -> int:
 
 
 def clean_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog="erniekit data clean",
         description="Copy rows into a new JSONL file without duplicates, bad rows or rows of an evaluation file.",
         allow_abbrev=False,
@@ -66,6 +71,7 @@ def clean_parser() -> argparse.ArgumentParser:
     add("--drop-bad", action="store_true", help="leave out rows that cannot be read; else they stop it")
     add("--against", action="append", default=[], metavar="EVAL", help="leave out rows that share words with this file")
     add("--ngram", type=int, default=13, metavar="N", help="length of an overlap, in words (13)")
+    add("--stage", choices=STAGES, help="read rows as this stage does; else by their fields")
     add("--columns", action="append", metavar="FIELD=COLUMN,...", help="which column holds which field: prompt=q")
     return parser
 
@@ -87,19 +93,30 @@ class _Cleaning:
                         self.against.add(found, where)
         try:
             self.output.parent.mkdir(parents=True, exist_ok=True)
-            with ExitStack() as stack:
-                # x: a file that appeared meanwhile is not ours either
-                copy, listed = (
-                    stack.enter_context(open(path, "x", encoding="utf-8")) for path in (self.output, self.removed)
-                )
-                try:
+            # Under hidden names until they are whole: half a copy, as a kill leaves it, looks like a whole one.
+            mark = secrets.token_hex(4)
+            parts = {path: path.with_name(f".{path.name}.{mark}.part") for path in (self.removed, self.output)}
+            try:
+                with ExitStack() as stack:
+                    listed, copy = (stack.enter_context(open(part, "x", encoding="utf-8")) for part in parts.values())
                     self._copy(copy, listed)
-                except BaseException:  # half a copy looks like a whole one
-                    self.output.unlink()
-                    self.removed.unlink()
-                    raise
+                for path, part in parts.items():
+                    _publish(part, path)
+            finally:
+                for part in parts.values():
+                    part.unlink(missing_ok=True)
+        except FileExistsError as error:
+            raise DataError(
+                "a file of the copy's name appeared while it was made",
+                where=str(self.output),
+                fix="give another --output",
+            ) from error
         except OSError as error:
-            raise DataError(f"the copy cannot be written: {error}", where=str(self.output)) from error
+            raise DataError(
+                f"the copy cannot be written: {error.strerror or error}",
+                where=str(self.output),
+                fix=f"{way_out(error)}, or give another --output",
+            ) from error
         self._tell()
 
     def _copy(self, copy: IO[str], listed: IO[str]) -> None:
@@ -119,7 +136,7 @@ class _Cleaning:
 
     def _refuse_mixture(self, paths: Sequence[str | Path]) -> None:
         """Rows of several formats in one file could not be read again: a file has one."""
-        formats = {path: _format(detect(path, columns=self.columns)) for path in paths}
+        formats = {path: _format(self._stage_rows(path)) for path in paths}
         other = next((path for path in paths if formats[path] != formats[paths[0]]), None)
         if other is not None:
             raise DataError(
@@ -129,17 +146,14 @@ class _Cleaning:
             )
 
     def _read(self, path: str | Path) -> Iterator[tuple[str, Raw, Read | RowProblem]]:
-        detected = detect(path, columns=self.columns)
+        found = self._stage_rows(path)
         with WorkProgress(f"reading {Path(str(path)).name}", None, "rows") as progress:
-            for line, raw in whole_rows(str(path)):
-                found: Any
-                if detected.preference:
-                    pair = parse_pair(raw, line, path, detected.format, columns=self.columns)
-                    found = pair if isinstance(pair, RowProblem) else [pair]
-                else:
-                    found = parse(raw, line, path, detected.format, columns=self.columns)
-                yield f"{public(str(path))}:{line}", raw, found
+            for line, raw in found.rows():
+                yield f"{public(str(path))}:{line}", raw, found.read(raw, line)
                 progress.add()
+
+    def _stage_rows(self, path: str | Path) -> StageRows:
+        return stage_rows(str(path), self.given.stage, columns=self.columns)
 
     def _verdict(self, found: Read | RowProblem, where: str) -> tuple[str, str]:
         """Why a row goes; two empty texts where it stays."""
@@ -154,21 +168,32 @@ class _Cleaning:
         if self.given.dedup:
             key = row_key(found)
             if key in self.seen:
-                return "duplicate", f"says the same as {self.seen[key]}"
+                return "duplicate", f"has the content of {self.seen[key]}"
             self.seen[key] = where
         return "", ""
 
     def _tell(self) -> None:
         if self.reasons.total() > _SHOWN:
             say(f"  ... and {self.reasons.total() - _SHOWN:,} more")
-        why = ", ".join(f"{count:,} {kind}" for kind, count in self.reasons.most_common())
+        why = ", ".join(f"{kind} {count:,}" for kind, count in self.reasons.most_common())
         why += f" (all listed in {self.removed})" if why else "none"
         say(f"{paint(str(self.output), 'bold')}: {counted(self.kept, 'row')}; left out: {why}")
         if not self.kept:
             warn(f"no row is left: {self.output} is empty")
 
 
-def _format(found: Detected) -> str:
+def _publish(whole: Path, path: Path) -> None:
+    """Under its name; FileExistsError if there is a file of that name."""
+    try:
+        os.link(whole, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links
+        with open(whole, "rb") as source, open(path, "xb") as target:
+            shutil.copyfileobj(source, target)
+
+
+def _format(found: StageRows) -> str:
     # chatml rows are messages rows with tools: one reader takes both
     name = "messages" if found.format == "chatml" else found.format
     return f"{name} preference data" if found.preference else name
@@ -176,6 +201,8 @@ def _format(found: Detected) -> str:
 
 def _json_line(raw: Raw) -> str:
     """The row as it was; a row that is no JSON text itself is written as such."""
+    if isinstance(raw, PlainText):
+        return json.dumps({"text": raw.decode("utf-8")}, ensure_ascii=False) + "\n"
     if isinstance(raw, bytes):
         return raw.decode("utf-8") + "\n"
     value = {name: cell for name, cell in decode(raw).items() if cell is not None} if isinstance(raw, dict) else raw

@@ -9,6 +9,7 @@ import argparse
 import time
 from pathlib import Path
 
+from erniekit.data.flag_parser import FlagParser
 from erniekit.data.index import Indexed, index_text
 from erniekit.data.mmap_files import CODES, SUFFIXES, narrowest
 from erniekit.data.report import short
@@ -58,7 +59,7 @@ def _tell(made: Indexed, given: argparse.Namespace, dtype: str, seconds: float) 
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog="erniekit data index",
         description="Tokenise text for pre-training. The same command resumes after a kill.",
     )

@@ -1,4 +1,4 @@
-"""`erniekit data FILE...`: which format each file has, how many rows, what they compare, and bad rows by line.
+"""`erniekit data FILE...`: which format each file has, how many rows, what they hold, and bad rows by line.
 
 Called by the command table; reads only, and needs neither a model nor torch.
 """
@@ -11,17 +11,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from erniekit.data.assemble import Assembled
-from erniekit.data.formats import FORMATS, Detected, Raw, check_columns, detect, parse, parse_pair, rows
+from erniekit.data.flag_parser import FlagParser
+from erniekit.data.formats import FORMATS, Detected, Raw
 from erniekit.data.formats.columns import Columns, as_columns
 from erniekit.data.formats.files import file_encoding
-from erniekit.data.preference import PairRules, Preference
+from erniekit.data.preference import Preference
 from erniekit.data.quality import RowCounts, is_near_empty, length_line, row_key, size_of
 from erniekit.data.report import SHOWN_LINES, DataReport, quality_lines, unused_line
+from erniekit.data.stage_rows import STAGES, StageRows, stage_rows
 from erniekit.data.storage import listed_files
 from erniekit.data.thinking import has_thought
-from erniekit.data.tokenise import TokeniseJob
 from erniekit.data.tokenizer import load_tokenizer
-from erniekit.data.types import ChatMessage, Conversation, RowProblem
+from erniekit.data.types import ChatMessage, RowProblem, Said
 from erniekit.errors import ConfigError, DataError
 from erniekit.log import paint, say
 from erniekit.printable import counted
@@ -29,8 +30,9 @@ from erniekit.progress import WorkProgress
 from erniekit.registry import nearest
 
 _SHOWN = 20  # bad rows printed per file
-_NO_LIMIT = 1 << 30  # tokens
-KEYS_TAKEN = ("train_dataset_type", "model_name_or_path", "max_seq_len", "columns")  # of a recipe
+_CLASSES = 20  # named
+_ERRORS = 3  # files that cannot be read, shown in full; a wrong folder has hundreds
+KEYS_TAKEN = ("stage", "train_dataset_type", "model_name_or_path", "max_seq_len", "columns")  # of a recipe
 
 
 def data_command(args: list[str]) -> int:
@@ -40,19 +42,24 @@ def data_command(args: list[str]) -> int:
         if least is not None and least < 1:
             raise ConfigError(f"--{name} is {least}", where="erniekit data", fix=f"--{name} takes a number from 1 on")
     given.columns = columns_given(given.columns)
-    files = listed_files(given.files)
-    return max(_checked(str(file.path), given, alone=len(files) == 1) for file in files)
-
-
-def _checked(path: str, given: argparse.Namespace, alone: bool) -> int:
-    """Of several files, one that cannot be read does not hide the others."""
-    try:
-        return _check(path, given)
-    except DataError as error:
-        if alone:
-            raise
-        say("\n".join(error.lines()))
-        return error.exit_code
+    plain = given.stage == "PT" or any(word.endswith(".txt") for word in given.files)
+    files = [str(file.path) for file in listed_files(given.files, text=plain)]
+    code, unread = 0, list[str]()
+    for path in files:
+        try:
+            code = max(code, _check(path, given))
+        except DataError as error:  # of several files, one that cannot be read does not hide the others
+            if len(files) == 1:
+                raise
+            code = max(code, error.exit_code)
+            unread.append(path)
+            if len(unread) <= _ERRORS:
+                say("\n".join(error.lines()))
+    if more := unread[_ERRORS:]:
+        named = ", ".join(more[:_ERRORS]) + (" ..." if len(more) > _ERRORS else "")
+        say(f"error: {counted(len(more), 'more file')} cannot be read as data: {named}")
+        say("fix:   name the data files themselves, or a folder that holds nothing else")
+    return code
 
 
 def as_flags(args: list[str], taken: Sequence[str] = KEYS_TAKEN, command: str = "erniekit data") -> list[str]:
@@ -84,9 +91,10 @@ def columns_given(words: Sequence[str] | None) -> Columns:
 
 def data_parser() -> argparse.ArgumentParser:
     """cli/commands.py has the same in its table."""
-    parser = argparse.ArgumentParser(prog="erniekit data", description="Check dataset files.", allow_abbrev=False)
+    parser = FlagParser(prog="erniekit data", description="Check dataset files.", allow_abbrev=False)
     add = parser.add_argument
     add("files", nargs="+", metavar="FILE", help=".jsonl, .json, .csv, .tsv, .parquet, .gz; folders, patterns, URLs")
+    add("--stage", choices=STAGES, help="read rows as this stage does; else by their fields")
     add("--type", "--train_dataset_type", choices=FORMATS.names(), help="read as this format instead of detecting it")
     add("--columns", action="append", metavar="FIELD=COLUMN,...", help="which column holds which field: prompt=q")
     add("--model", "--model_name_or_path", metavar="DIR", help="count tokens as this model does; else characters")
@@ -96,10 +104,8 @@ def data_parser() -> argparse.ArgumentParser:
 
 
 def _check(path: str, given: argparse.Namespace) -> int:
-    if given.type and given.columns:
-        check_columns(path, given.columns)
-    columns = given.columns
-    found = detect(path, vision=True, columns=columns) if given.type is None else _as_given(path, given)
+    tokenizer = load_tokenizer(Path(given.model).expanduser()) if given.model else None
+    found = stage_rows(path, given.stage, given.type, given.columns, tokenizer, vision=True)
     if found.vision:
         return _check_vision(path, found, given)
     total = examples = 0
@@ -108,14 +114,10 @@ def _check(path: str, given: argparse.Namespace) -> int:
     unused: Counter[str] = Counter()
     thoughts = 0
     pairs, quality = _Pairs(), _Quality(path, found, given)
-    for line, raw in _counted(path):
+    labels: Counter[str] = Counter()
+    for line, raw in _counted(path, found):
         total += 1
-        read: list[Conversation] | list[Preference] | RowProblem
-        if found.preference:
-            pair = parse_pair(raw, line, path, found.format, columns=columns)
-            read = pair if isinstance(pair, RowProblem) else [pair]
-        else:
-            read = parse(raw, line, path, found.format, columns=columns)
+        read = found.read(raw, line)
         if isinstance(read, RowProblem):
             kinds[read.kind] += 1
             if len(shown) < _SHOWN:
@@ -124,20 +126,22 @@ def _check(path: str, given: argparse.Namespace) -> int:
         quality.add(line, read)
         examples += len(read)
         unused.update(read[0].unused)
+        labels.update(said.spoken().label for said in read)
         last = read[-1]  # of several conversations each is how the next begins
+        thoughts += sum(has_thought(message) for part in last.spoken().parts for message in part)
         if isinstance(last, Preference):
             pairs.add(line, last)
-            thoughts += sum(map(has_thought, (*last.prompt, *last.chosen, *last.rejected)))
-        else:
-            thoughts += sum(map(has_thought, last.messages))
     if not total:
         raise DataError("dataset holds no rows", where=path)
     bad = sum(kinds.values())
-    what = counted(examples, "preference pair" if found.preference else "conversation")
+    what = counted(examples, found.noun)
     say(f"{path}: {paint(found.format, 'bold')} ({found.why})")
     say(f"  {counted(total, 'row')}, {what}, {counted(bad, 'bad row')} ({bad / total:.2%})")
     if thoughts:
-        say(f"  {thoughts:,} answers think first; `train_thinking` decides how their reasoning is trained")
+        think = "answer has" if thoughts == 1 else "answers have"
+        say(f"  {thoughts:,} {think} a thought first; `train_thinking` decides how it is trained")
+    if told := _label_line(labels, found):
+        say(f"  {told}")
     if unused:
         say(f"  {unused_line(unused)}")
     for line_of_text in (*quality.lines(), *pairs.lines()):
@@ -146,8 +150,21 @@ def _check(path: str, given: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
-def _check_vision(path: str, found: Detected, given: argparse.Namespace) -> int:
+def _label_line(labels: Counter[str], found: StageRows) -> str:
+    """What stages KTO and CLS learn of a row."""
+    if found.format == "unpaired":
+        return f"{labels['True']:,} answers are desirable, {labels['False']:,} are not"
+    if found.format != "classes":
+        return ""
+    named = ", ".join(f"{name} {count:,}" for name, count in labels.most_common(_CLASSES))
+    more = f" and {len(labels) - _CLASSES:,} more" if len(labels) > _CLASSES else ""
+    return f"classes: {named}{more}"
+
+
+def _check_vision(path: str, rows: StageRows, given: argparse.Namespace) -> int:
     from erniekit.data.vision.budget import budget_lines, measure, model_rules
+
+    found = Detected(rows.format, rows.why, rows.preference, rows.vision)
 
     model = Path(given.model).expanduser() if given.model else None
     rules = model_rules(model, given.pixels)
@@ -168,35 +185,23 @@ def _say_bad(shown: list[RowProblem], kinds: Counter[str]) -> None:
         say(f"  ... and {rest.total():,} more: {more}")
 
 
-def _counted(path: str) -> Iterator[tuple[int, Raw]]:
+def _counted(path: str, found: StageRows) -> Iterator[tuple[int, Raw]]:
     with WorkProgress(f"checking {Path(path).name}", None, "rows") as progress:
-        for row in rows(path):
+        for row in found.rows():
             yield row
             progress.add()
-
-
-def _as_given(path: str, given: argparse.Namespace) -> Detected:
-    try:
-        found = detect(path, vision=True, columns=given.columns)
-    except DataError:
-        return Detected(given.type, "as given")
-    return Detected(given.type, "as given", found.preference, found.vision)
 
 
 class _Quality:
     """Lengths, repeated rows, near-empty answers and the encoding of a file."""
 
-    def __init__(self, path: str, found: Detected, given: argparse.Namespace) -> None:
+    def __init__(self, path: str, found: StageRows, given: argparse.Namespace) -> None:
         self.report = DataReport(path, found.format, encoding=file_encoding(path).said())
         self.limit, self.over, self.sizes = given.length, list[int](), Counter[int]()
         self._rows = RowCounts()
-        self._job: TokeniseJob | None = None
-        if given.model:
-            rules = PairRules(_NO_LIMIT) if found.preference else None
-            tokenizer = load_tokenizer(Path(given.model).expanduser())
-            self._job = TokeniseJob(path, found.format, tokenizer, _NO_LIMIT, "drop", False, rules)
+        self._job = found.job if given.model else None
 
-    def add(self, line: int, read: Sequence[Conversation | Preference]) -> None:
+    def add(self, line: int, read: Sequence[Said]) -> None:
         self._rows.add([(line, row_key(read))], [line] * is_near_empty(read))
         if self._job is None:
             self.sizes[size_of(read)] += 1
@@ -204,7 +209,7 @@ class _Quality:
         made = [self._job.assemble(said) for said in read]
         lengths = [len(one.sample.ids) for one in made if isinstance(one, Assembled)]
         self.sizes.update(lengths)
-        if any(length > self.limit for length in lengths):
+        if any(length > self.limit for length in lengths) and self.report.format != "text":  # documents are divided
             self.over.append(line)
 
     def lines(self) -> list[str]:

@@ -29,7 +29,9 @@ def row_key(read: Read) -> int:
         for part in spoken.parts:
             for m in part:
                 calls = json.dumps(m.tool_calls, sort_keys=True, default=str) if m.tool_calls else ""
-                digest.update("\0".join((m.role, m.content, m.thought, calls, "\1")).encode("utf-8", "replace"))
+                # a row that is read and not learnt is no copy of one that is learnt
+                end = "\1" if m.trained else "\3"
+                digest.update("\0".join((m.role, m.content, m.thought, calls, end)).encode("utf-8", "replace"))
             digest.update(b"\2")
         digest.update(json.dumps(spoken.tools, sort_keys=True, default=str).encode("utf-8", "replace"))
         digest.update(spoken.label.encode("utf-8", "replace"))

@@ -5,6 +5,7 @@ tokenise.py fills a DataReport, recipes print `lines()` and put `to_dict()` into
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from erniekit.errors import DataError
 from erniekit.printable import counted, public
 
 SHOWN = 20  # bad rows quoted in an error
+SHOWN_ALIKE = 3  # of those with the same kind and reason
 SHOWN_LINES = 5  # of repeated and near-empty rows
 FAULT = "error"  # the kind of a bad row that our own code failed on
 SHOWN_FIELDS = 12  # named in the line on fields that are not used
@@ -111,7 +113,7 @@ class DataReport:
     def check(self, max_bad_fraction: float, bad_rows_path: Path) -> None:
         """Stop a run whose data is not what its owner thinks it is."""
         if self.bad_fraction > max_bad_fraction:
-            shown = [f"{p.file}:{p.line}  {p.kind}: {p.reason}" for p in self.first_bad[:SHOWN]]
+            shown = [f"{p.file}:{p.line}  {p.kind}: {p.reason}" for p in _different(self.first_bad[:SHOWN])]
             more = self.bad_rows - len(shown)
             raise DataError(
                 f"{self.bad_rows:,} of {self.rows:,} rows of {self.file} cannot be used "
@@ -196,17 +198,30 @@ class DataReport:
         return cls(**told)
 
 
+def _different(problems: Sequence[RowProblem]) -> list[RowProblem]:
+    """Without the fourth of a kind and reason, and later ones: they say nothing new."""
+    seen: Counter[tuple[str, str]] = Counter()
+    out = []
+    for problem in problems:
+        seen[problem.kind, problem.reason] += 1
+        if seen[problem.kind, problem.reason] <= SHOWN_ALIKE:
+            out.append(problem)
+    return out
+
+
 def quality_lines(report: DataReport) -> list[str]:
     """What is readable, and may still not be meant."""
     out = [f"encoding: {report.encoding}"] if report.encoding else []
     if report.duplicates:
         shown = ", ".join(f"{line} = {first}" for line, first in report.first_duplicates)
         more = ", ..." if report.duplicates > len(report.first_duplicates) else ""
-        out.append(f"duplicates: {report.duplicates:,} rows repeat an earlier one (rows {shown}{more})")
+        rows = "row repeats" if report.duplicates == 1 else "rows repeat"
+        places = f" (row {shown}{more})" if shown else ""  # of several files in one report rows have no number
+        out.append(f"duplicates: {report.duplicates:,} {rows} an earlier one{places}")
     if report.near_empty:
         shown = ", ".join(map(str, report.first_near_empty))
         more = ", ..." if report.near_empty > len(report.first_near_empty) else ""
-        out.append(f"near-empty answers: {report.near_empty:,} rows (row {shown}{more})")
+        out.append(f"near-empty answers: {counted(report.near_empty, 'row')} (row {shown}{more})")
     return out
 
 

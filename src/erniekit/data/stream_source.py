@@ -46,10 +46,13 @@ class StreamSource:
         fingerprint: str,
         store: StreamStore,
         max_bad_fraction: float,
+        bad_rows: Path | None = None,
     ) -> None:
-        """name: what the recipe calls it. job_of: how rows of a file become samples; asked when its turn comes."""
+        """name: what the recipe calls it. job_of: how rows of a file become samples; asked when its turn comes.
+        bad_rows: where they are listed if they stop the run; beside the samples where it is not given."""
         self.name, self.files, self.fingerprint = name, list(files), fingerprint
         self._job_of, self._store, self._max_bad = job_of, store, max_bad_fraction
+        self._bad_rows = bad_rows
         self._first = job_of(self.files[0])  # a file that cannot be read is an error of the start
         self._encoding = file_encoding(self.files[0]).said()
         self._chunks: Iterator[tuple[int, Rows, TokeniseJob] | int] | None = None
@@ -192,7 +195,8 @@ class StreamSource:
         report.measure(np.diff(read(ENDS, np.int64, 0, progress.samples), prepend=0))
         keys = read(KEYS, np.uint64, 0, progress.sizes[KEYS] // 8).reshape(-1, 2)
         same = repeated(keys[:, 1], keys[:, 0])
-        report.duplicates, report.first_duplicates = len(same), same[:SHOWN_LINES]
+        report.duplicates = len(same)
+        report.first_duplicates = same[:SHOWN_LINES] if len(self.files) == 1 else []  # lines of which file
         report.so_far = not progress.ended
         report.unused = dict(Counter(report.unused).most_common())
         report.encoding = self._encoding
@@ -202,7 +206,12 @@ class StreamSource:
         """The bound on bad rows holds for what was read. While that is little, one bad row is not a share yet."""
         report = self._stored_report(progress)
         if progress.ended or report.bad_rows > max(1.0 if self._max_bad else 0.0, self._max_bad * report.rows):
-            self._reported(progress).check(self._max_bad, self._store.folder / BAD_ROWS)
+            report, listed = self._reported(progress), self._bad_rows
+            if report.bad_fraction > self._max_bad and listed is not None and listed.parent.is_dir():
+                self.list_bad_rows(listed, append=False)
+            else:  # of a machine that does not see the run's folder
+                listed = self._store.folder / BAD_ROWS
+            report.check(self._max_bad, listed)
 
 
 def stream_fingerprint(files: Sequence[str], key_of: Callable[[str], str]) -> str:

@@ -36,7 +36,7 @@ class TextJob:
                 bad.append((line, raw.kind, raw.reason))
                 continue
             try:
-                encoded = [self.tokenizer.encode_text(said) for said in self._texts(raw)]
+                encoded = [self.tokenizer.encode_text(said) for said in self.texts(raw)]
             except BadRow as error:
                 bad.append((line, error.kind, error.reason))
             except UnicodeDecodeError as error:
@@ -53,7 +53,8 @@ class TextJob:
         tokens = np.array(ids, self.dtype).tobytes()
         return TextChunk(len(batch), tokens, np.array(sizes, np.int32), np.array(sequences, np.int32), bad)
 
-    def _texts(self, raw: Any) -> list[str]:
+    def texts(self, raw: Any) -> list[str]:
+        """BadRow where the row has none."""
         if isinstance(raw, PlainText):
             return [text(bytes(raw).decode("utf-8"), "text")]
         row = decode(raw)

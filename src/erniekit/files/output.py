@@ -114,9 +114,9 @@ def _adoptable(output: Path) -> dict[str, RecordEntry]:
 
 
 def _refuse_overlap(output: Path, key: str, path: Path) -> None:
-    if not path.exists():  # a hub id, or a mistake that is reported where it is read
+    if not path.is_dir():  # a hub id, or a mistake that is reported where it is read
         return
-    ours, theirs = (Path(os.path.realpath(p)) for p in (output, path if path.is_dir() else path.parent))
+    ours, theirs = (Path(os.path.realpath(p)) for p in (output, path))
     if ours == theirs:
         relation = f"is the folder of {key}"
     elif theirs.is_relative_to(ours):

@@ -12,7 +12,7 @@ _WAYS = {
     errno.EDQUOT: "free some space of this user's quota",
     errno.EMFILE: "raise the limit of open files (ulimit -n 4096)",
     errno.ENFILE: "close other programs: the machine has no file left to open",
-    errno.ENOTDIR: "remove the file: a folder is needed in its place",
+    errno.ENOTDIR: "a part of this path is a file, where a folder is needed: check the path",
 }
 
 

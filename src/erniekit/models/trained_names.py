@@ -92,11 +92,12 @@ def _nothing(pattern: str, names: dict[str, tuple[str, ...]], key: str) -> Confi
     known = [known for ours, publics in names.items() for known in (*publics, ours)]
     begun = {".".join(name.split(".")[:end]) for name in known for end in range(1, name.count(".") + 2)}
     near = nearest(pattern, sorted(begun), SHOWN)
-    return ConfigError(
-        f"{pattern!r} matches no weight of this model",
-        where=key,
-        fix=f"nearest names: {', '.join(near)}" if near else f"names look like {_listed(known)}",
-    )
+    fix = f"nearest names: {', '.join(near)}" if near else f"names look like {_listed(known)}"
+    if pattern.startswith("lm_head") and not any(name.startswith("score") for name in known):
+        fix = "its head is tied to the embedding, one weight of both: name model.embed_tokens"
+    elif pattern == "mtp":
+        fix = "it has no layers that predict further tokens"
+    return ConfigError(f"{pattern!r} matches no weight of this model", where=key, fix=fix)
 
 
 def _refuse_resting(resting: set[str], patterns: Sequence[str], names: dict[str, tuple[str, ...]]) -> None:

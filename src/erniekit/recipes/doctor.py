@@ -39,6 +39,7 @@ from erniekit.recipes.fp8_training import scales_of
 from erniekit.recipes.kernel_table import kernel_table
 from erniekit.recipes.optimiser import make_optimizer
 from erniekit.recipes.output_folder import take_output
+from erniekit.recipes.preview import joined
 from erniekit.recipes.run_plan import open_tokenizer, plan_run
 from erniekit.recipes.stage import Prepare, TrainingStage
 
@@ -102,7 +103,8 @@ def sample_lines(batch: Batch, tokenizer: Tokenizer, limit: int = 90) -> str:
     tokens = [*ids, labels[-1]] if labels[-1] != IGNORE else ids
     trained = [False] + [label != IGNORE for label in labels]
     out, run, state = [], "", False
-    for piece, on in _repeats_counted(tokenizer.pieces(tokens), trained):
+    whole = joined(list(zip(tokenizer.pieces(tokens), trained)))
+    for piece, on in _repeats_counted(whole):
         if on != state:
             out.append(_styled(run, state))
             run, state = "", on
@@ -113,14 +115,14 @@ def sample_lines(batch: Batch, tokenizer: Tokenizer, limit: int = 90) -> str:
     return f"sample   {text}{more}"
 
 
-def _repeats_counted(pieces: Iterable[str], trained: Iterable[bool]) -> Iterator[tuple[str, bool]]:
+def _repeats_counted(pieces: Iterable[tuple[str, int]]) -> Iterator[tuple[str, bool]]:
     """A picture's placeholders as one piece with their number."""
-    for (piece, on), same in groupby(zip(pieces, trained)):
+    for (piece, on), same in groupby(pieces):
         count = len(list(same))
         if count > MOST_REPEATED:
-            yield f"{piece} x {count} ", on
+            yield f"{piece} x {count} ", bool(on)
         else:
-            yield from ((piece, on) for _ in range(count))
+            yield from ((piece, bool(on)) for _ in range(count))
 
 
 def _styled(text: str, trained: bool) -> str:

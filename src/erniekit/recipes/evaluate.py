@@ -37,6 +37,8 @@ def evaluate_run(cfg: RunConfig) -> RunResult:
     found = find_model(source, base, cfg.model.download_hub, cfg.lora.override_base)
     tokenizer, stage = found.tokenizer(cfg.model.tokenizer_name), stage_of(cfg)
     say(f"model    {source}" + (" (the result of a run)" if trained else ""))
+    if cfg["eval_generate"]:
+        say("note     eval_generate: without effect here; answers are generated in evaluations during training")
     check_head(cfg, found.weights.config.labels, found.describe())
     for line in stage.proof_lines(Path(source).expanduser(), tokenizer):
         say(f"checked  {line}")

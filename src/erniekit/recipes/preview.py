@@ -19,6 +19,7 @@ from erniekit.config import RunConfig, load, need
 from erniekit.config.flat import KEYS
 from erniekit.data.assemble import Dropped
 from erniekit.data.classification import ClassifyJob, ClassRow, classes_in
+from erniekit.data.flag_parser import FlagParser
 from erniekit.data.formats import Raw, detect, rows
 from erniekit.data.formats.columns import Columns, as_columns
 from erniekit.data.formats.files import decode
@@ -31,7 +32,7 @@ from erniekit.data.token_cache import RowKind, TokenSource
 from erniekit.data.tokenise import TokeniseJob
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.data.types import IGNORE, ChatMessage, Conversation, RowProblem, Sample
-from erniekit.data.unpaired import Unpaired
+from erniekit.data.unpaired import Unpaired, UnpairedSample
 from erniekit.data.unpaired_source import UNPAIRED
 from erniekit.log import colour_on, paint, say
 from erniekit.loss_table import PREFERENCE_KEYS
@@ -46,6 +47,9 @@ KEYS_READ = (
     "class_labels",
 )  # fmt: skip
 
+# `erniekit data` calls these keys so, and whoever has looked at a file previews it next.
+_KEY_OF_FLAG = {"--model": "--model_name_or_path", "--type": "--train_dataset_type", "--length": "--max_seq_len"}
+
 Piece = tuple[str, int]
 # What a row becomes, or why it becomes nothing; and which of its fields no reader takes.
 # Rows with pictures have one thing more: their tokens, and what they show.
@@ -55,7 +59,9 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 def preview_command(args: list[str]) -> int:
     given, words = preview_parser().parse_known_args(args)
-    told = preview(load(words, "data"), max(0, given.start), max(1, given.count))
+    told = preview(
+        load([_KEY_OF_FLAG.get(word, word) for word in words], "data"), max(0, given.start), max(1, given.count)
+    )
     if given.json:
         print(json.dumps(told, ensure_ascii=True))
     else:
@@ -66,7 +72,7 @@ def preview_command(args: list[str]) -> int:
 def preview_parser() -> argparse.ArgumentParser:
     """Of its own flags; all other words are keys, as for `erniekit train`."""
     keys = [f"  {name:<20} {KEYS[name].help}" for name in KEYS_READ]
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog="erniekit data preview",
         usage="erniekit data preview RECIPE | FILE ... [--from N] [--rows N] [--json] [--key value | key=value ...]",
         description="Rows as the model would see them, the trained tokens marked; without a model, what is said.",
@@ -182,7 +188,12 @@ def row_pieces(job: TokeniseJob, line: int, raw: Raw) -> Shown:
         if isinstance(job, (RewardJob, ClassifyJob)):
             out += scored_pieces(sample, job)
             continue
-        out += pair_pieces(sample, job.tokenizer) if isinstance(sample, PairSample) else pieces(sample, job.tokenizer)
+        if isinstance(sample, PairSample):
+            out += pair_pieces(sample, job.tokenizer)
+            continue
+        avoided = isinstance(sample, UnpairedSample) and not sample.desirable
+        shown = pieces(sample, job.tokenizer)
+        out += [(text, REJECTED if avoided and part == TRAINED else part) for text, part in shown]
     return out, "", unused
 
 
@@ -223,20 +234,20 @@ def scored_pieces(sample: Sample, job: TokeniseJob) -> list[Piece]:
 def said_pieces(said: Any) -> list[Piece]:
     """Of a Conversation, Preference, Unpaired or ClassRow."""
 
-    def turn(message: ChatMessage, part: int) -> Piece:
-        trained = message.role == "assistant" and message.trained
-        return f"{message.role}: {write_out(message).content}\n", part if trained else READ
+    def turns(messages: Iterable[ChatMessage], part: int) -> Iterator[Piece]:
+        for message in messages:
+            trained = message.role == "assistant" and message.trained
+            yield f"{message.role}: ", READ
+            yield write_out(message).content, part if trained else READ
+            yield "\n", READ
 
     if isinstance(said, Conversation):
-        return [turn(message, TRAINED) for message in said.messages]
+        return list(turns(said.messages, TRAINED))
     if isinstance(said, ClassRow):
         return [(f"{said.text}\n", READ), (said.label, TRAINED)]
     if isinstance(said, Unpaired):
-        asked = [turn(message, READ) for message in said.prompt]
-        return asked + [turn(message, TRAINED if said.desirable else REJECTED) for message in said.answer]
-    out = [turn(message, READ) for message in said.prompt]
-    out += [turn(message, TRAINED) for message in said.chosen]
-    return out + [turn(message, REJECTED) for message in said.rejected]
+        return [*turns(said.prompt, READ), *turns(said.answer, TRAINED if said.desirable else REJECTED)]
+    return [*turns(said.prompt, READ), *turns(said.chosen, TRAINED), *turns(said.rejected, REJECTED)]
 
 
 def text_pieces(raw: Raw, tokenizer: Tokenizer | None, max_seq_len: int) -> Shown:

@@ -63,7 +63,11 @@ def sorted_callbacks(callbacks: Sequence[Any]) -> tuple[tuple[Hook, ...], tuple[
         elif callable(given) and not isinstance(given, type):
             hooks.append(StepFunction(given))
         else:
-            made = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
+            made = (
+                f"the class {given.__name__}"
+                if isinstance(given, type)
+                else f"an object of type {type(given).__name__}"
+            )
             raise ConfigError(
                 f"{made} is not a callback",
                 where="callbacks",

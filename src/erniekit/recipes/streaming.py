@@ -75,7 +75,8 @@ def _source(
     own = hashlib.blake2b(f"{output.absolute()}\n{number}".encode(), digest_size=8).hexdigest()
     folder = Path(d.cache_dir or default_cache_dir()).expanduser() / "streams" / f"{fingerprint}-{own}"
     name = paths[0] if len(paths) == 1 else d.train_dataset_path[number]
-    return StreamSource(name, paths, job_of, fingerprint, StreamStore(folder), d.max_bad_fraction)
+    listed = output / "bad_rows.jsonl"
+    return StreamSource(name, paths, job_of, fingerprint, StreamStore(folder), d.max_bad_fraction, listed)
 
 
 def report_read_rows(data: TrainData, output: Path) -> bool:

@@ -227,6 +227,8 @@ class Client:
             401: "give the server's key: api_key_file=FILE, or ERNIEKIT_API_KEY",
             404: "check the URL and served_model_name",
             429: "the server is busy: ask again",
+            405: "check the URL: no OpenAI-compatible server answers there",
+            501: "check the URL: no OpenAI-compatible server answers there",
             503: "the server is starting or stopping: ask again",
         }
         fix = fixes.get(status, "change the key it names, or reset the conversation with 'clear'")

@@ -110,7 +110,7 @@ def read_text_file(path: str) -> TextFile:
         text = file.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise DataError(
-            f"it cannot be read: {error.strerror or error}", where=str(file), fix="check the path"
+            f"the file cannot be read: {error.strerror or error}", where=str(file), fix="check the path"
         ) from None
     except UnicodeDecodeError:
         text = "\0"

@@ -57,7 +57,7 @@ def attach(path: str, kind: str, pixels: int = MediaLimits.pixels) -> Attachment
         content = file.read_bytes()
     except OSError as error:
         raise DataError(
-            f"it cannot be read: {error.strerror or error}", where=str(file), fix="check the path"
+            f"the file cannot be read: {error.strerror or error}", where=str(file), fix="check the path"
         ) from None
     check(content, kind, file, pixels)
     type_ = guessed if guessed.startswith(f"{kind}/") else "image/png" if kind == "image" else "video/mp4"

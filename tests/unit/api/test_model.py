@@ -108,7 +108,7 @@ def test_a_model_is_also_the_pair_of_its_module_and_tokenizer(model: erniekit.Mo
     ("prompt", "settings", "why"),
     [
         (["a", 3], {}, "a message is not a mapping"),
-        ([], {}, "without content"),
+        ([], {}, "the prompt is an empty list"),
         ([{"role": "user", "content": [{"type": "image"}]}], {}, "is list, not text"),
         ([{"content": "no role"}], {}, "message 1"),
         ([99_999], {}, "not in the vocabulary"),

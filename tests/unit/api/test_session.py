@@ -92,6 +92,10 @@ def test_a_run_has_its_numbers_as_a_table_its_best_checkpoint_and_a_picture(sess
     assert (tmp_path / "curves.svg").read_text() == picture._repr_svg_()
     with pytest.raises(ConfigError, match="exists"):
         picture.save(tmp_path / "curves.svg")
+    with pytest.raises(ConfigError, match=r"does not end in \.svg"):
+        picture.save(tmp_path / "curves.png")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        run.plot("loss", path=tmp_path / "absent" / "curves.svg")
     again = erniekit.TrainingRun(run.output_dir)
     assert (again.metrics, again.summary, again.steps) == (run.metrics, run.summary, 4)
     with pytest.raises(CheckpointError, match="holds no run"):
@@ -155,6 +159,8 @@ def test_a_loss_or_a_callback_that_cannot_be_one_is_refused_before_anything_is_w
         pool.submit(erniekit.train, **keys).result()
     with pytest.raises(ConfigError, match="the class Watch is not a callback"):
         erniekit.train(**keys, callbacks=[Watch])
+    with pytest.raises(ConfigError, match="did you mean callbacks"):
+        erniekit.train(**keys, callback=[print])
     with pytest.raises(ConfigError, match="both name rows"):
         erniekit.train(**keys, train_dataset_path="rows.jsonl")
     with pytest.raises(ConfigError, match="is not a recipe"):

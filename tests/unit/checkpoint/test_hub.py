@@ -94,6 +94,16 @@ def test_a_folder_without_config_says_what_is_missing(tmp_path):
         resolve_model(str(put(tmp_path / "weights", "model.safetensors")))
 
 
+def test_a_file_in_the_place_of_a_model_is_refused_with_its_folder(tmp_path):
+    folder = put(tmp_path / "model", "config.json")
+    with pytest.raises(CheckpointError, match="is a file") as caught:
+        resolve_model(str(folder / "config.json"))
+    assert caught.value.fix == f"name its folder: {folder}"
+    (tmp_path / "rows.jsonl").write_text("{}")
+    with pytest.raises(CheckpointError, match="is a file"):
+        resolve_model(str(tmp_path / "rows.jsonl"))
+
+
 @pytest.mark.parametrize("typed", [None, ""])
 def test_no_model_at_all_names_the_key(typed):
     with pytest.raises(CheckpointError) as caught:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,7 +48,7 @@ def test_each_kind_of_row_goes_when_asked_and_is_listed_with_its_line(files, cap
     assert clean_command([train, "--output", str(output), "--dedup", "--near-empty", "--against", evaluation]) == 0
     assert kept(output) == [1, 3]
     said = capsys.readouterr().out
-    assert f"{train}:2: duplicate: says the same as {train}:1" in said
+    assert f"{train}:2: duplicate: has the content of {train}:1" in said
     assert f"{train}:4: near-empty" in said
     assert f"{train}:5: in the evaluation file: shares `the quick brown fox" in said
     assert f"{evaluation}:2" in said
@@ -123,8 +125,8 @@ def test_the_data_command_shows_lengths_repeats_and_takes_the_keys_of_its_help(f
     assert data_command([train]) == 0
     said = capsys.readouterr().out
     assert "characters a row: min 3, median" in said
-    assert "duplicates: 1 rows repeat an earlier one (rows 2 = 1)" in said
-    assert "near-empty answers: 1 rows (row 4)" in said
+    assert "duplicates: 1 row repeats an earlier one (row 2 = 1)" in said
+    assert "near-empty answers: 1 row (row 4)" in said
     assert "fields not used: `id` in 6 rows" in said
     table = tmp_path / "a.csv"
     table.write_bytes("q,a\n中国的首都在哪里？,北京，就是北京。\n".encode("gbk"))
@@ -168,3 +170,46 @@ def test_a_file_that_cannot_be_read_does_not_hide_the_others(files, tmp_path: Pa
     assert "not read: void.jsonl (empty)" in told.err
     with pytest.raises(DataError, match="cannot detect"):
         data_command([str(tmp_path / "odd.csv")])
+
+
+def test_rows_are_compared_as_the_stage_reads_them(tmp_path: Path) -> None:
+    judged = [
+        {"id": 1, "prompt": "a", "completion": "b", "label": False},
+        {"id": 2, "prompt": "a", "completion": "b", "label": True},
+        {"id": 3, "prompt": "a", "completion": "b", "label": True},
+    ]
+    file = str(write_jsonl(tmp_path / "judged.jsonl", judged))
+    for stage in ("SFT", "KTO"):  # a verdict, or what is learnt: rows that differ in it are both kept
+        clean_command([file, "--output", str(tmp_path / f"{stage}.jsonl"), "--dedup", f"stage={stage}"])
+        assert kept(tmp_path / f"{stage}.jsonl") == [1, 2]
+    classes = [
+        {"id": 1, "text": "a", "label": 0},
+        {"id": 2, "text": "a", "label": 0},
+        {"id": 3, "text": "a", "label": 1},
+    ]
+    file = str(write_jsonl(tmp_path / "classes.jsonl", classes))
+    clean_command([file, "--output", str(tmp_path / "CLS.jsonl"), "--dedup"])
+    assert kept(tmp_path / "CLS.jsonl") == [1, 3]
+
+
+def test_a_mistyped_flag_is_an_error_of_three_lines(files) -> None:
+    train, _, output = files
+    with pytest.raises(ConfigError) as error:
+        clean_command([train, "--output", str(output), "--near-emty"])
+    assert "did you mean --near-empty?" in error.value.fix
+    with pytest.raises(ConfigError, match="required: --output"):
+        clean_command([train, "--dedup"])
+
+
+def test_a_killed_copy_leaves_nothing_under_its_name(files) -> None:
+    train, _, output = files
+    code = (
+        "import os, sys; from erniekit.data import clean\n"
+        "clean._publish = lambda *_: os.kill(os.getpid(), 9)\n"  # all is written, nothing has its name yet
+        "clean.clean_command(sys.argv[1:])"
+    )
+    words = [train, "--output", str(output), "--dedup"]
+    assert subprocess.run([sys.executable, "-c", code, *words], capture_output=True).returncode == -9
+    assert not output.exists()
+    assert clean_command(words) == 0, "what is left of it is in nobody's way"
+    assert kept(output) == [1, 3, 4, 5, 6]

@@ -58,6 +58,9 @@ def test_an_unknown_field_is_answered_with_the_nearest() -> None:
     assert "prompt" in refused.value.fix
     with pytest.raises(ConfigError, match="no name of a column"):
         as_columns({"prompt": 3})
+    with pytest.raises(ConfigError) as glued:  # {prompt:q} of a shell
+        as_columns({"prompt:q": None})
+    assert "columns.prompt=q" in glued.value.fix
 
 
 def test_a_recipe_gives_them_as_a_mapping_and_words_change_one(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from erniekit.data import tokenise
-from erniekit.data.report import total_lines
+from erniekit.data.report import DataReport, total_lines
 from erniekit.data.token_cache import open_sources
 from erniekit.data.types import IGNORE, RowProblem
 from erniekit.errors import DataError
@@ -41,9 +41,9 @@ def test_too_many_bad_rows_stop_the_run_and_raising_the_key_costs_nothing(tmp_pa
     assert "30 of 90 rows" in text
     assert "max_bad_fraction" in caught.value.fix
     assert str(listed) in caught.value.fix
-    assert text.count("a.jsonl:") == 20
+    assert text.count("a.jsonl:") == 3, "the others have the same reason"
     assert f"{path}:1 " in text
-    assert "and 10 more" in text
+    assert "and 27 more" in text
     assert len(listed.read_text().splitlines()) == 30
     no_tokenising()
     assert len(opened(path, max_bad_fraction=0.5)) == 60
@@ -130,3 +130,14 @@ def test_repeated_rows_near_empty_answers_and_the_encoding_are_counted(tmp_path,
     assert "duplicates: 2 rows" in said
     assert "near-empty answers: 2 rows (row 2, 4)" in said
     assert "encoding: GB18030" in said
+
+
+def test_bad_rows_with_one_reason_are_quoted_three_times(tmp_path) -> None:
+    report = DataReport("a.jsonl", "erniekit", rows=10, bad={"empty_text": 8, "wrong_type": 1})
+    report.first_bad = [RowProblem("a.jsonl", n, "empty_text", "`tgt[0]` is empty") for n in range(1, 9)]
+    report.first_bad.append(RowProblem("a.jsonl", 9, "wrong_type", "`src` is a number"))
+    with pytest.raises(DataError) as error:
+        report.check(0.0, tmp_path / "bad_rows.jsonl")
+    assert error.value.where.count("`tgt[0]` is empty") == 3
+    assert "a.jsonl:9  wrong_type" in error.value.where
+    assert error.value.where.endswith("and 5 more")

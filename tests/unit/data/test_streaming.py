@@ -44,14 +44,15 @@ def files(tmp_path: Path) -> list[Path]:
 def streamed(tokenizer, tmp_path: Path) -> Callable[..., StreamSource]:
     """streamed(path, ..., store=folder's name) -> their source."""
 
-    def call(*paths: Path, store: str = "", bad: float = 0.0) -> StreamSource:
+    def call(*paths: Path, store: str = "", bad: float = 0.0, listed: Path | None = None) -> StreamSource:
         names = [str(path) for path in paths]
 
         def job_of(path: str):
             return row_job(path, None, tokenizer, max_seq_len=96)
 
         key = stream_fingerprint(names, lambda content: cache_key(job_of(names[0]), content))
-        return StreamSource(names[0], names, job_of, key, StreamStore(tmp_path / "streams" / (store or key)), bad)
+        folder = tmp_path / "streams" / (store or key)
+        return StreamSource(names[0], names, job_of, key, StreamStore(folder), bad, listed)
 
     return call
 
@@ -194,6 +195,12 @@ def test_bad_rows_stop_it_as_soon_as_there_are_too_many(tmp_path, streamed) -> N
     path = write_jsonl(tmp_path / "c.jsonl", rows)
     with pytest.raises(DataError, match=r"1 of 8 rows of .* cannot be used"):
         streamed(path, store="strict").require(50)
+    run = tmp_path / "run"
+    run.mkdir()
+    with pytest.raises(DataError) as error:
+        streamed(path, store="listed", listed=run / "bad_rows.jsonl").require(50)
+    assert str(run / "bad_rows.jsonl") in error.value.fix
+    assert len((run / "bad_rows.jsonl").read_text().splitlines()) == 1
     patient = streamed(path, store="patient", bad=0.2)
     assert not patient.require(1000)
     assert patient.report.bad_rows == 7

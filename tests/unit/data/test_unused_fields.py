@@ -132,7 +132,7 @@ def test_erniekit_data_names_them(tmp_path: Path, capsys: pytest.CaptureFixture)
     assert data_command([str(path)]) == 0
     out = capsys.readouterr().out
     assert "fields not used: `score` in 1 row" in out
-    assert "1 answers think first" in out
+    assert "1 answer has a thought first" in out
 
 
 def test_names_without_end_do_not_fill_the_memory(opened, tmp_path: Path) -> None:

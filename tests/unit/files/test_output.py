@@ -139,9 +139,14 @@ def test_a_folder_that_cannot_be_created_is_refused_in_three_lines(tmp_path: Pat
     with pytest.raises(ConfigError, match="cannot be written") as error:
         open_output(tmp_path / "file" / "out", {}, {})
     assert error.value.where
-    assert error.value.fix
+    assert "is a file, where a folder is needed" in error.value.fix
 
 
 def test_not_ours_is_an_error_a_user_can_read() -> None:
     assert issubclass(NotOurs, ErnieKitError)
     assert NotOurs("x").exit_code == 2
+
+
+def test_a_file_given_as_the_model_is_not_blamed_on_the_output(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}")
+    check_output(tmp_path / "out", {"model_name_or_path": str(tmp_path / "rows.jsonl")}, {})

@@ -57,6 +57,8 @@ def test_parts_of_a_fused_tensor_are_named_together() -> None:
     [
         (["model.layer.1"], [], "'model.layer.1' matches no weight", "model.layers.1"),
         ([], ["lm_haed"], "'lm_haed' matches no weight", "names look like model.embed_tokens.weight"),
+        (["lm_head"], [], "'lm_head' matches no weight", "tied to the embedding"),
+        (["mtp"], [], "'mtp' matches no weight", "no layers that predict further tokens"),
         (["model.norm"], ["*norm*"], "no weight is left to train", "take a pattern out"),
     ],
 )

@@ -134,6 +134,13 @@ def test_evaluations_without_output_dir_go_to_a_new_folder_each(model, tmp_path,
     assert sorted(path.name for path in Path("output").iterdir()) == before
 
 
+def test_generation_is_said_to_have_no_effect(model, tmp_path, capsys):
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"src": ["Hello"], "tgt": ["Good day"]}])
+    keys = dict(KEYS, eval_dataset_path=str(rows), output_dir=str(tmp_path / "out"))
+    erniekit.run("eval", str(model), eval_generate=2, **keys)
+    assert "eval_generate: without effect here" in capsys.readouterr().out
+
+
 def test_an_evaluation_that_fails_leaves_no_folder(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ErnieKitError):

@@ -177,6 +177,7 @@ def test_the_key_goes_with_every_request_and_nowhere_else(other):
         (400, {"object": "error", "message": "too\nhot"}, "too hot", "clear"),
         (422, {"detail": "no such field"}, "no such field", "clear"),
         (500, b"<html>", "status 500", "clear"),
+        (501, b"<html>", "status 501", "no OpenAI-compatible server"),
         (500, {"error": "plain words"}, "plain words", "clear"),
     ],
 )

@@ -101,7 +101,7 @@ def test_a_conversation_is_saved_as_a_row_and_never_over_a_file(live: Live, tmp_
     [
         ("/nonsense\n", "error: there is no command /nonsense"),
         ("/file\n", "error: /file needs a path"),
-        ("/file /no/such/file\n", "error: it cannot be read: No such file"),
+        ("/file /no/such/file\n", "error: the file cannot be read: No such file"),
         ("/file {tmp}\n", "error: "),
         ("/file {tmp}/empty\n", "error: it is empty"),
         ("/file {tmp}/binary\n", "error: it is not UTF-8 text"),

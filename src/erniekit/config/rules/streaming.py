@@ -22,6 +22,12 @@ def streams_have_no_known_end(run: View) -> Iterator[Note]:
     where = run.origin("streaming")
     if run["max_steps"] <= 0:
         raise ConfigError(_WHY, where=where, fix="say how long to train: max_steps: N")
+    if run["stage"] != "SFT":
+        raise ConfigError(
+            f"streaming works in stage SFT; stage is {run['stage']}",
+            where=f"{where} and {run.origin('stage')}",
+            fix="leave streaming out: all rows are then read before the first step",
+        )
     for key, fix in _refused(run):  # the first of them
         raise ConfigError(f"{_WHY}; {key} is {_shown(run[key])}", where=f"{where} and {run.origin(key)}", fix=fix)
     if run.given("num_train_epochs"):
@@ -34,8 +40,6 @@ def streams_have_no_known_end(run: View) -> Iterator[Note]:
 
 def _refused(run: View) -> Iterator[tuple[str, str]]:
     """(key, what to do) of keys that ask for all rows at once."""
-    if run["stage"] != "SFT":
-        yield "stage", "leave streaming out, or stage: SFT"
     if run.compat.erniekit_order:
         yield "compat", "leave streaming or compat out"
     for key in _EPOCHS:

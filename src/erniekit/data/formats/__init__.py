@@ -18,6 +18,7 @@ from erniekit.data.formats.columns import Columns, mapped_alone
 from erniekit.data.formats.detection import Detected, guessed
 from erniekit.data.formats.fields import BadRow, is_preference, refuse_media, require
 from erniekit.data.formats.files import MAX_ROW_BYTES, TOO_MANY_DIGITS, Raw, decode, rows
+from erniekit.data.formats.undetected import undetected
 from erniekit.data.preference import Preference
 from erniekit.data.types import Conversation, RowProblem
 from erniekit.errors import DataError
@@ -70,10 +71,6 @@ PREFERENCE_FORMATS = Registry(
     group="erniekit.preference_formats",
 )
 _LOOK_AT = 50  # rows
-_ELSEWHERE = {
-    "text_info": "image and video rows; they need stage VL-SFT",
-    "text": "plain text; it needs stage PT",
-}
 
 
 @functools.cache
@@ -144,7 +141,10 @@ def parsed(raw: Raw, line_no: int, path: str | Path, read: Callable[[Any], T], c
     except UnicodeDecodeError as error:
         return RowProblem(str(path), line_no, "bad_utf8", f"byte {error.start + 1} is not UTF-8; save it as UTF-8")
     except json.JSONDecodeError as error:
-        return RowProblem(str(path), line_no, "bad_json", f"not JSON: {error.msg} (column {error.colno})")
+        why = f"not JSON: {error.msg} (column {error.colno})"
+        if "BOM" in error.msg:
+            why = "not JSON: the line begins with a byte order mark, as where files were joined; remove it"
+        return RowProblem(str(path), line_no, "bad_json", why)
     except RepeatedKey as error:
         return RowProblem(str(path), line_no, "repeated_key", str(error))
     except ValueError:  # a number of more digits than Python converts
@@ -171,6 +171,7 @@ def detect(path: str | Path, vision: bool = False, columns: Columns = ()) -> Det
     columns: which of the file's are which fields; they alone decide if they make up a format."""
     seen: Counter[tuple[str, bool]] = Counter()
     found: dict[tuple[str, bool], Detected] = {}
+    first: Any = None
     example, count, foreign = "", 0, 0
     if columns:
         check_columns(path, columns)
@@ -195,19 +196,14 @@ def detect(path: str | Path, vision: bool = False, columns: Columns = ()) -> Det
             seen[guess.format, guess.preference] += 1
             before = found.get((guess.format, guess.preference))
             found[guess.format, guess.preference] = before if before and before.vision else guess
-        elif not example:
-            example = _describe(row)
+        elif first is None:
+            first = row
     if not count:
         raise DataError("dataset holds no rows", where=str(path), fix="one JSON object per line is expected")
     if not seen and foreign:
         raise DataError("dataset is not UTF-8 text", where=str(path), fix="save it as UTF-8, one JSON object per line")
     if not seen:
-        raise DataError(
-            f"cannot detect the dataset format: {example or 'no row among the first is JSON'}",
-            where=str(path),
-            fix="name the columns, e.g. columns: {prompt: q, response: a}; or give train_dataset_type / "
-            "eval_dataset_type: " + ", ".join(FORMATS),
-        )
+        raise undetected(path, first, example, FORMATS)
     # Rows with tools are rare in a file of tool data, and only the chatml reader knows them.
     tools = ("chatml", False)
     alone = tools in seen and not seen.keys() - {tools, ("messages", False)}
@@ -232,12 +228,3 @@ def check_columns(path: str | Path, columns: Columns) -> None:
                 where=f"columns: {field}: {plain(column, 60)} ({path})",
                 fix=f"did you mean {plain(near[0], 60)}?" if near else "name one of these columns",
             )
-
-
-def _describe(row: Any) -> str:
-    if not isinstance(row, dict):
-        return "rows are not objects"
-    for field, what in _ELSEWHERE.items():
-        if field in row:
-            return f"rows have `{field}`: {what}"
-    return "rows have " + (", ".join(f"`{plain(str(key), 30)}`" for key in list(row)[:8]) or "no fields")

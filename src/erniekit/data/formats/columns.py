@@ -27,6 +27,10 @@ def as_columns(given: Mapping[str, Any] | None, where: str = "columns") -> Colum
     out: list[tuple[str, str]] = []
     for field, column in (given or {}).items():
         if field not in FIELDS:
+            before, colon, after = str(field).partition(":")
+            if colon and before in FIELDS:  # YAML takes `prompt:q` for one word
+                fix = f"put a blank behind the colon, or write columns.{before}={after.strip() or 'COLUMN'}"
+                raise ConfigError(f"columns has no field {str(field)!r}", where=where, fix=fix)
             near = nearest(str(field), list(FIELDS))
             raise ConfigError(
                 f"columns has no field {str(field)!r}",

@@ -90,6 +90,8 @@ def _of_folder(folder: Path, text: bool) -> list[Path]:
         fix = f"files of datasets end in {kinds}, or in one of these and .gz"
         if any(name.endswith(".arrow") for name in rest):
             fix = f"a folder that `datasets` saved: export it with to_json or to_parquet; {fix}"
+        if any(name.removesuffix(".gz").endswith(TEXT) for name in rest):
+            fix = f"stage: PT trains on .txt files; other {fix}"
         raise DataError("the folder holds no dataset file", where=str(folder), fix=fix)
     if rest:
         more = f" and {len(rest) - _SHOWN:,} more" if len(rest) > _SHOWN else ""

@@ -1,0 +1,59 @@
+"""Why the format of a file cannot be detected, and what to do: by what the file holds instead of rows that are known.
+
+Called by formats/__init__.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from erniekit.errors import DataError
+from erniekit.printable import plain
+
+_ONE_OBJECT = 16 << 20  # bytes of a .json that is parsed whole to say what it is
+_WHAT = "cannot detect the dataset format"
+
+
+def described(row: Any) -> str:
+    """A row that no reader takes."""
+    if not isinstance(row, dict):
+        return "rows are not objects"
+    return "rows have " + (", ".join(f"`{plain(str(key), 30)}`" for key in list(row)[:8]) or "no fields")
+
+
+def undetected(path: str | Path, first: Any, problem: str, formats: Iterable[str]) -> DataError:
+    """first: a decoded row that fits no format, None where none could be decoded. problem: of rows that could not."""
+    named = "name the columns, e.g. columns: {prompt: q, response: a}; or give train_dataset_type / eval_dataset_type: "
+    fix = named + ", ".join(formats)
+    found = f": {described(first) if first is not None else problem or 'no row among the first is JSON'}"
+    if isinstance(first, dict) and "text_info" in first:
+        found, fix = ": rows have `text_info`, with pictures or videos", "stage: VL-SFT reads them"
+    elif isinstance(first, dict) and "text" in first and "label" in first:
+        found = ": rows have `text` and `label`, a text and its class"
+        fix = f"stage: CLS trains a classifier on them; for conversations {fix}"
+    elif isinstance(first, dict) and "text" in first:
+        found, fix = ": rows have `text`, plain text", f"stage: PT trains on plain text; for conversations {fix}"
+    elif first is None and str(path).lower().removesuffix(".gz").endswith(".txt"):
+        found, fix = ": it is plain text", "stage: PT trains on plain text; conversations are JSON, one object per line"
+    elif (first is None or not isinstance(first, dict)) and (whole := _one_object(path)) is not None:
+        found = ": the file is one JSON object with " + ", ".join(f"`{plain(str(key), 30)}`" for key in list(whole)[:8])
+        fix = "a dataset is a JSON array of rows, or one object per line"
+        inside = next((key for key, value in whole.items() if isinstance(value, list) and value), None)
+        if inside is not None and inside.isidentifier() and isinstance(whole[inside][0], dict):
+            fix += f"; if `{inside}` holds the rows, save that list as a file: jq .{inside} FILE > rows.json"
+    return DataError(_WHAT + found, where=str(path), fix=fix)
+
+
+def _one_object(path: str | Path) -> dict[str, Any] | None:
+    """A .json that is an object over several lines: settings, or rows below a key."""
+    place = Path(path)
+    if not str(path).lower().endswith(".json") or not place.is_file() or place.stat().st_size > _ONE_OBJECT:
+        return None
+    try:
+        value = json.loads(place.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) and value else None
