@@ -32,6 +32,7 @@ from erniekit.data.tokenise import BAD_ROWS, IDS, LABELS, TokeniseJob, add_count
 from erniekit.data.types import RowProblem, Sample
 from erniekit.errors import DataError
 from erniekit.files import OwnedFiles, own, settle
+from erniekit.log import warn_once
 
 CHUNK_ROWS = 64  # read and tokenised at once: what a loader's thread is away for
 _POLL_S = 0.05
@@ -235,7 +236,12 @@ def _crc(rows: Rows, check: int) -> int:
 
 def file_versions(files: Sequence[str]) -> list[str]:
     """As their places name them: no file is read."""
-    return [located(path).quick_identity() for path in files]
+    found = [located(path) for path in files]
+    versions = [stored.quick_identity() for stored in found]
+    for stored in found:
+        if not stored.names_version:
+            warn_once(f"{stored}: its server names no version of it; a change before a resume may go unnoticed")
+    return versions
 
 
 def stream_fingerprint(versions: Sequence[str], key_of: Callable[[str], str]) -> str:

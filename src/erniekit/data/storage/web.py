@@ -47,7 +47,9 @@ class WebFile(StoredFile):
         """Version headers of the file, from a new request."""
         self._headers = None
         headers = self._asked()
-        return headers.get("ETag"), headers.get("Last-Modified"), headers.get("Content-Length")
+        tag, modified = headers.get("ETag"), headers.get("Last-Modified")
+        self.names_version = bool(tag or modified)
+        return tag, modified, headers.get("Content-Length")
 
     def identity(self) -> tuple[str, int]:
         """By address and version where the server names one; else by content, which reads all of it once more."""

@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from erniekit.data.storage import web
+from erniekit.data.stream_source import file_versions
 from erniekit.data.tokenise import whole_rows
 from erniekit.errors import DataError
 
@@ -18,7 +19,7 @@ CONTENT = b"".join(b'{"number": %d, "text": "%s"}\n' % (n, b"-" * 1000) for n in
 class Odd(BaseHTTPRequestHandler):
     """head: the length that HEAD tells. most: bytes of each answer. after: the content of continued answers."""
 
-    head, most, after = "", len(CONTENT), CONTENT
+    head, most, after, tag = "", len(CONTENT), CONTENT, ""
 
     def log_message(self, *args: object) -> None:
         pass
@@ -27,6 +28,8 @@ class Odd(BaseHTTPRequestHandler):
         self.send_response(200)
         if self.head:
             self.send_header("Content-Length", self.head)
+        if self.tag:
+            self.send_header("ETag", self.tag)
         self.end_headers()
 
     def do_GET(self) -> None:
@@ -70,3 +73,15 @@ def test_a_server_that_sends_no_byte_of_the_file_is_refused(odd) -> None:
     handler.most, handler.after = 0, CONTENT
     with pytest.raises(DataError, match="ended after 0 of"):
         list(whole_rows(url))
+
+
+def test_a_server_without_versions_is_told_of_before_a_file_is_streamed(odd, capsys) -> None:
+    url, handler = odd
+    handler.tag = '"1"'
+    file_versions([url])
+    assert "no version" not in capsys.readouterr().err
+    handler.tag = ""
+    file_versions([f"{url}?token=secret"])
+    told = capsys.readouterr().err
+    assert "names no version" in told
+    assert "secret" not in told
