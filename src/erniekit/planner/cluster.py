@@ -144,9 +144,8 @@ def _island(entry: Any, where: str) -> Island:
     for key, default in (("machines", 1), ("devices", PER_MACHINE), *((unit, None) for unit in _UNITS)):
         value = entry.get(key, default)
         whole = key in ("machines", "devices")
-        wrong = isinstance(value, bool) or not isinstance(value, int if whole else int | float)
-        wrong = wrong or not 0 < value < 1e9  # YAML also has .nan and .inf
-        if value is not None and wrong:
+        right = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+        if value is not None and not (right and 0 < value < 1e9):  # YAML also has .nan and .inf
             raise ConfigError(
                 f"{key} is {value!r}", where=where, fix=f"{key}: a {'whole ' if whole else ''}number above 0"
             )
