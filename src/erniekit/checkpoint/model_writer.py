@@ -23,7 +23,12 @@ from erniekit.models.names import Entry
 
 PROCESSOR = ("*processor_config.json", "chat_template.json", "*ernie*vl*.py", "*.ttf")
 
-DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+DTYPE_NAMES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float64: "float64",
+}
 
 
 def write_model(

@@ -230,7 +230,7 @@ class DocumentRows:
             np.save(beside / "order.npy", epoch.order)
         sealed.seal(beside)
         if folder.exists() and not sealed.is_sealed(folder):  # damaged
-            shutil.rmtree(folder)
+            sealed.clear(folder, ("bounds.npy", "order.npy", sealed.SEAL))
         try:
             sealed.publish(beside, folder)
         except OSError:

@@ -26,6 +26,11 @@ def bad_rows_of(output: Path) -> Path:
     return output.with_name(f"{output.name}_{BAD}")
 
 
+def published_names(output: Path, format: str = "bin") -> list[str]:
+    tokens, index = (f"{output.name}{suffix}" for suffix in mmap_files.SUFFIXES[format])
+    return [tokens, f"{index}.json", bad_rows_of(output).name, index]
+
+
 def is_published(output: Path, format: str = "bin") -> bool:
     return Path(str(output) + mmap_files.SUFFIXES[format][1]).exists()  # the last to get its name
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,11 +18,11 @@ from threading import Lock
 
 import numpy as np
 
-from erniekit.data import cache_versions
+from erniekit.data import cache_versions, sealed
 from erniekit.data.cache_lock import only_one
 from erniekit.data.documents import DocumentRows, part_of
 from erniekit.data.index import BAD, index_text
-from erniekit.data.index_files import is_intact, is_published
+from erniekit.data.index_files import is_intact, is_published, published_names
 from erniekit.data.mmap_files import SUFFIXES, TokenFiles, find, narrowest, open_files
 from erniekit.data.pack import Members
 from erniekit.data.report import DataReport, short
@@ -320,7 +319,7 @@ def _remove_damaged(prefix: Path) -> None:
     with only_one(prefix.parent):
         if is_published(prefix) and not is_intact(prefix):  # another rank may have been first
             warn(f"the token files {prefix} are damaged: they are made again")
-            shutil.rmtree(prefix.parent)
+            sealed.clear(prefix.parent, published_names(prefix))
 
 
 def _list_bad_rows(stored: Path, path: str, to: Path, append: bool) -> Path:

@@ -9,11 +9,13 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from erniekit import heartbeat
+from erniekit.log import warn
 
 SEAL = "seal.json"
 WHOLE = 64 << 20  # bytes; a larger file is known by SAMPLES blocks from its first byte to its last
@@ -76,6 +78,24 @@ def is_sealed(folder: Path) -> bool:
     except (OSError, ValueError, KeyError, TypeError):
         return False
     return intact(folder, files)
+
+
+def clear(folder: Path, names: Iterable[str]) -> None:
+    """Make room for a new folder: the files of these names go. With anything else in it, which somebody else put there,
+    the folder is renamed and stays. OSError for a link in its place."""
+    if folder.is_symlink():
+        raise OSError(errno.ELOOP, "a link stands in the place of a cache folder", str(folder))
+    for path in (folder / name for name in names):
+        if path.is_file() and not path.is_symlink():
+            path.unlink()
+    try:
+        folder.rmdir()
+    except FileNotFoundError:
+        return
+    except OSError:
+        beside = folder.with_name(f"{folder.name}.not-ours-{time.time_ns()}")
+        folder.rename(beside)
+        warn(f"{beside} holds files that are no part of the cache; they are kept there")
 
 
 def publish(temporary: Path, folder: Path) -> None:

@@ -10,10 +10,13 @@ import copy
 import hashlib
 import json
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from threading import RLock
+from typing import Any
 
 import numpy as np
 
@@ -29,9 +32,11 @@ from erniekit.data.tokenise import BAD_ROWS, IDS, LABELS, TokeniseJob, add_count
 from erniekit.data.types import RowProblem, Sample
 from erniekit.errors import DataError
 from erniekit.files import OwnedFiles, own, settle
+from erniekit.log import warn_once
 
 CHUNK_ROWS = 64  # read and tokenised at once: what a loader's thread is away for
 _POLL_S = 0.05
+_CHANGED_FIX = "start a new run, with another output_dir, or bring the file back as it was"
 JobOf = Callable[[str], TokeniseJob]
 
 
@@ -46,11 +51,13 @@ class StreamSource:
         fingerprint: str,
         store: StreamStore,
         max_bad_fraction: float,
+        versions: Sequence[str] = (),
         bad_rows: Path | None = None,
     ) -> None:
         """name: what the recipe calls it. job_of: how rows of a file become samples; asked when its turn comes.
+        versions: of the files that the fingerprint is of; a file whose turn comes later must still be of its version.
         bad_rows: where they are listed if they stop the run; beside the samples where it is not given."""
-        self.name, self.files, self.fingerprint = name, list(files), fingerprint
+        self.name, self.files, self.fingerprint, self._versions = name, list(files), fingerprint, list(versions)
         self._job_of, self._store, self._max_bad = job_of, store, max_bad_fraction
         self._bad_rows = bad_rows
         self._first = job_of(self.files[0])  # a file that cannot be read is an error of the start
@@ -134,15 +141,17 @@ class StreamSource:
     def _read_on(self) -> None:
         if self._chunks is None:
             self._chunks = self._chunks_from(self._store.progress)
+        chunks, self._chunks = self._chunks, None  # after an error they are read again from what is stored
         after = copy.deepcopy(self._store.progress)
-        part = next(self._chunks)
+        part = next(chunks)
         if isinstance(part, int):
-            after.file, after.taken, after.ended = part, 0, part == len(self.files)
+            after.file, after.taken, after.taken_check, after.ended = part, 0, 0, part == len(self.files)
             self._store.append({}, after)
         else:
             number, rows, job = part
-            after.file, after.taken = number, after.taken + len(rows)
+            after.file, after.taken, after.taken_check = number, after.taken + len(rows), _crc(rows, after.taken_check)
             self._store.append(self._added(job.work(rows), job, after), after)
+        self._chunks = chunks
         self._check(after)
 
     def _chunks_from(self, at: StreamState) -> Iterator[tuple[int, Rows, TokeniseJob] | int]:
@@ -151,15 +160,27 @@ class StreamSource:
             path = self.files[number]
             job = self._first if number == 0 else self._job_of(path)
             stored = located(path)
+            if self._versions and stored.quick_identity() != self._versions[number]:
+                raise DataError("dataset changed since the run began", where=path, fix=_CHANGED_FIX)
             before, lines = stored.stamp(), whole_rows(path)
-            for _ in range(at.taken if number == at.file else 0):
-                next(lines, None)
-                heartbeat.beat()
+            if number == at.file and at.taken:
+                self._skip(lines, at, path)
             for rows in cut(lines, CHUNK_ROWS):
                 yield number, rows, job
             if before != stored.stamp():
                 raise DataError("dataset changed while it was read", where=path, fix="start again once it is whole")
             yield number + 1
+
+    def _skip(self, lines: Iterator[tuple[int, Any]], at: StreamState, path: str) -> None:
+        """Past the rows that are stored. A place that names no versions may hold others by now."""
+        check = 0
+        for row in islice(lines, at.taken):
+            check = _crc([row], check)
+            heartbeat.beat()
+        if check != at.taken_check:
+            raise DataError(
+                "dataset changed: its first rows are not those that were read before", where=path, fix=_CHANGED_FIX
+            )
 
     def _added(self, chunk: Chunk, job: TokeniseJob, after: StreamState) -> dict[str, bytes]:
         """What a chunk adds to the files; the rest of it goes into `after`."""
@@ -214,7 +235,23 @@ class StreamSource:
             report.check(self._max_bad, listed)
 
 
-def stream_fingerprint(files: Sequence[str], key_of: Callable[[str], str]) -> str:
-    """Of the versions of all files, none of which is read for it. key_of: of the content and what becomes of it."""
-    versions = [located(path).quick_identity() for path in files]
+def _crc(rows: Rows, check: int) -> int:
+    for line, raw in rows:
+        told = raw if isinstance(raw, bytes) else repr(raw).encode("utf-8", "surrogatepass")
+        check = zlib.crc32(told, zlib.crc32(b"%d\n" % line, check))
+    return check
+
+
+def file_versions(files: Sequence[str]) -> list[str]:
+    """As their places name them: no file is read."""
+    found = [located(path) for path in files]
+    versions = [stored.quick_identity() for stored in found]
+    for stored in found:
+        if not stored.names_version:
+            warn_once(f"{stored}: its server names no version of it; a change before a resume may go unnoticed")
+    return versions
+
+
+def stream_fingerprint(versions: Sequence[str], key_of: Callable[[str], str]) -> str:
+    """Of the versions of all files. key_of: of the content and what becomes of it."""
     return key_of(hashlib.blake2b(json.dumps(versions).encode(), digest_size=20).hexdigest())

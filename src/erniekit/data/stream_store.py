@@ -26,6 +26,8 @@ ENDS, KEYS = "ends.bin", "keys.bin"  # int64 [samples]: tokens up to its end; ui
 FILES = (IDS, LABELS, ENDS, KEYS, BAD_ROWS)
 STATE, CLAIMED, LOCK = "state.json", "state.claimed.json", "lock"
 _READ = 1 << 20
+# A link of such a name is not ours: what it points to must not be written.
+_OPEN = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
 
 
 @dataclass
@@ -36,6 +38,7 @@ class StreamState:
     tokens: int = 0
     file: int = 0  # of the source's files, the one being read
     taken: int = 0  # rows of that file
+    taken_check: int = 0  # crc32 of them
     ended: bool = False
     sizes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FILES, 0))  # bytes that count
     checks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FILES, 0))  # crc32 of them
@@ -49,11 +52,9 @@ class StreamStore:
         self._open = RLock()  # a loader's thread must not meet files that are just being closed
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for name in FILES:
-                (folder / name).touch()
+            self._files = {name: os.open(folder / name, _OPEN, 0o666) for name in FILES}
         except OSError as error:
             raise self._unwritable(error) from error
-        self._files = {name: os.open(folder / name, os.O_RDWR | getattr(os, "O_CLOEXEC", 0)) for name in FILES}
         self.progress = StreamState()
 
     @property
@@ -116,7 +117,7 @@ class StreamStore:
     def discard(self) -> None:
         """The files go, by the process that wrote them; who has them open can still read."""
         if self.writes:
-            for name in (STATE, *FILES, LOCK):
+            for name in (*FILES, STATE, LOCK):  # a process that is killed here leaves no samples without their state
                 (self.folder / name).unlink(missing_ok=True)
             with suppress(OSError):  # another's file is in it
                 self.folder.rmdir()
@@ -135,6 +136,12 @@ class StreamStore:
         state, claimed = self.folder / STATE, self.folder / CLAIMED
         if state.exists():
             os.replace(state, claimed)
+        elif not claimed.exists() and any(os.fstat(file).st_size for file in self._files.values()):
+            raise DataError(
+                "this folder of the cache holds files that no run of erniekit wrote",
+                where=str(self.folder),
+                fix="remove the folder if nothing in it is needed, or set cache_dir to another one",
+            )
         found = _read(claimed)
         self._commit(found if found is not None and self._whole(found) else StreamState())
         claimed.unlink(missing_ok=True)
@@ -153,6 +160,8 @@ class StreamStore:
 
     def _commit(self, progress: StreamState) -> None:
         part = self.folder / f"{STATE}.part"
+        if part.is_symlink():
+            part.unlink()
         part.write_text(json.dumps(asdict(progress)), encoding="utf-8")
         os.replace(part, self.folder / STATE)
         self.progress = progress

@@ -315,7 +315,7 @@ def _write(folder: Path, job: TokeniseJob, num_proc: int, lines: int, alone: boo
         (temporary / REPORT).write_text(json.dumps({"files": files, "report": report.to_dict()}), encoding="utf-8")
         sealed.sync(temporary / REPORT)
         if folder.exists() and _opened(folder, job) is None:
-            shutil.rmtree(folder)
+            sealed.clear(folder, [*files, REPORT, OFFSETS, ROWS, FORMS, PAIR_PARTS])  # the same job's, damaged
         try:
             sealed.publish(temporary, folder)
         except OSError:

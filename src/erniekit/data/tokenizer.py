@@ -328,7 +328,7 @@ def _read_settings(folder: Path) -> _Settings:
     out.added.update(added)
     for number, entry in (config.get("added_tokens_decoder") or {}).items():
         content = _content(entry)
-        if content and str(number).isdigit():
+        if content and re.fullmatch("[0-9]{1,9}", str(number)):
             out.added[content] = int(number)
             if isinstance(entry, dict) and entry.get("special"):
                 out.added_special.add(content)

@@ -60,7 +60,11 @@ def read_tensors(folder: Path, patterns: list[str]) -> dict[str, torch.Tensor]:
                 check_safetensors(file)
                 out.update(load_file(str(file)))
             # Older Paddle builds stored bf16 bits as uint16.
-            return {n: t.view(torch.bfloat16) if t.dtype == torch.uint16 else t for n, t in out.items()}
+            out = {n: t.view(torch.bfloat16) if t.dtype == torch.uint16 else t for n, t in out.items()}
+            if odd := next((n for n, t in out.items() if not t.is_floating_point()), None):
+                what = f"{odd} holds {str(out[odd].dtype).removeprefix('torch.')} numbers, which no adapter is made of"
+                raise CheckpointError(what, where=str(folder), fix=_AGAIN)
+            return out
     pickles = sorted(f.name for f in folder.iterdir() if f.suffix in PICKLE_SUFFIXES)
     if pickles:
         raise CheckpointError(
@@ -71,16 +75,26 @@ def read_tensors(folder: Path, patterns: list[str]) -> dict[str, torch.Tensor]:
     raise CheckpointError("no adapter weights", where=str(folder), fix=f"expected {patterns[0]} beside the config")
 
 
-def paired(tensors: dict[str, torch.Tensor], where: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Layer name (wrappers' prefixes removed) -> its A and B, as stored."""
-    sides: dict[str, dict[str, torch.Tensor]] = {}
+def refuse_other_names(tensors: dict[str, torch.Tensor], where: str) -> None:
     for key, tensor in tensors.items():
-        match = _SIDE.fullmatch(key)
-        if match is None or tensor.ndim != 2:
+        if _SIDE.fullmatch(key) is None or tensor.ndim != 2:
             raise CheckpointError(
                 f"{key} is not part of a plain LoRA adapter", where=where, fix="only lora_A and lora_B can be read"
             )
-        sides.setdefault(match[1].removeprefix("base_model.model."), {})[match[2]] = tensor
+
+
+def paired(tensors: dict[str, torch.Tensor], where: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Layer name (wrappers' prefixes removed) -> its A and B, as stored."""
+    refuse_other_names(tensors, where)
+    sides: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in tensors.items():
+        match = _SIDE.fullmatch(key)
+        assert match is not None
+        pair = sides.setdefault(match[1].removeprefix("base_model.model."), {})
+        if match[2] in pair:
+            what = f"the file holds lora_{match[2]} of {match[1]} twice, as of two adapters"
+            raise CheckpointError(what, where=where, fix="save each adapter into a folder of its own")
+        pair[match[2]] = tensor
     lone = next((name for name, pair in sides.items() if len(pair) < 2), None)
     if lone is not None:
         raise CheckpointError(f"{lone} has only one of lora_A and lora_B", where=where, fix="the file is incomplete")

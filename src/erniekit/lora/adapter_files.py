@@ -33,6 +33,10 @@ def read_adapter(folder: Path, model: nn.Module) -> Adapter:
             where=str(folder),
             fix=f"point lora_path at the folder that holds {peft_files.CONFIG} or Paddle's {paddle_files.CONFIG}",
         )
+    if not adapter.updates:
+        raise CheckpointError(
+            "the adapter's file holds no lora_A and lora_B", where=str(folder), fix="download or copy the adapter again"
+        )
     places(model, adapter)
     return adapter
 

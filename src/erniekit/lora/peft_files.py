@@ -26,10 +26,11 @@ from erniekit.lora.adapter_config import (
     plain_number,
     rank_and_alpha,
     read_tensors,
+    refuse_other_names,
 )
 from erniekit.lora.projections import config_of, projections, short_names
 from erniekit.lora.score_head import KEY as HEAD
-from erniekit.lora.score_head import MODULES, write_classes
+from erniekit.lora.score_head import MODULES, headless, write_classes
 from erniekit.lora.settings import LoRASettings
 from erniekit.lora_scale import alpha_of
 
@@ -123,6 +124,9 @@ def read_peft(folder: Path, model: nn.Module) -> Adapter:
     tensors = read_tensors(folder, [WEIGHTS])
     head = tensors.pop(HEAD, None)
     lengths = magnitudes(tensors, str(folder))
+    if head is None and (config.get("modules_to_save") or config.get("task_type") == "SEQ_CLS"):
+        refuse_other_names(tensors, str(folder))
+        raise headless(folder)
     updates: dict[str, LowRank] = {}
     parameters = {p.public: peft_experts.parameter_of(p) for p in projections(model)}
     for name, (A, B) in paired(tensors, str(folder)).items():

@@ -37,6 +37,8 @@ def classes_of(adapter: Path) -> tuple[str, ...]:
         return ()
     found = check_safetensors(adapter / WEIGHTS).tensors.get(KEY)
     if found is None:
+        if has_file(adapter, FILE):
+            raise headless(adapter)
         return ()
     rows = found.shape[0] if len(found.shape) == 2 else 0
     named = read_json(adapter / FILE).get("id2label") if has_file(adapter, FILE) else None
@@ -49,6 +51,16 @@ def classes_of(adapter: Path) -> tuple[str, ...]:
             fix="the files are of different adapters: download or copy it again",
         )
     return labels
+
+
+def headless(adapter: Path) -> CheckpointError:
+    """For an adapter of a classifier or reward model without the head it was trained with: on a text model it would
+    load, and mean nothing."""
+    return CheckpointError(
+        f"the adapter was trained with a score head, which {WEIGHTS} does not hold",
+        where=str(adapter),
+        fix="the file is incomplete, or its head has another name than score: download or copy the adapter again",
+    )
 
 
 def open_base(base: Path, adapter: Path) -> ModelFolder:

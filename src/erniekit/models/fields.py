@@ -114,6 +114,7 @@ class Fields:
     def rope(self, default_theta: float) -> tuple[float, dict[str, Any] | None]:
         """transformers 5 nests theta and scaling in rope_parameters, older files and Paddle keep them at the top."""
         nested = self.object("rope_parameters")
+        self._refuse_two_ropes(nested)
         scaling = nested or self.object("rope_scaling") or self._paddle_scaling()
         theta = nested.get("rope_theta") or self.raw.get("rope_theta") or default_theta
         theta = float(self._number("rope_theta", theta, 1e-3, 1e15))
@@ -132,6 +133,17 @@ class Fields:
             found = scaling["high_freq_factor"]
             raise self.refuse("rope llama3 high_freq_factor", "another number than low_freq_factor for", found)
         return theta, {**scaling, "rope_type": kind}
+
+    def _refuse_two_ropes(self, nested: dict[str, Any]) -> None:
+        """A file that was edited for longer texts: transformers takes rope_scaling, where others look at the other."""
+        flat = self.object("rope_scaling")
+        kinds = [m.get("rope_type") or m.get("type") or "default" for m in (flat, nested)]
+        if flat and nested and (kinds[0] != kinds[1] or flat.get("factor") != nested.get("factor")):
+            raise CheckpointError(
+                f"rope_scaling is {shown(flat)}, and rope_parameters {shown(nested)}",
+                where=f"{self.where}, rope_scaling",
+                fix="take out the one that is not meant",
+            )
 
     def object(self, key: str) -> dict[str, Any]:
         value = self.raw.get(key)

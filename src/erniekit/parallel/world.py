@@ -63,7 +63,7 @@ def layout_of(parallel: Any, ranks: int | None = None, moe_group: str = "none") 
 def _stage_cuts(method: tuple[str, ...], pp: int, virtual: int) -> tuple[int, ...]:
     """`[0,29,57]` counts pipeline entries: the embedding is entry 0, layer i entry i + 1, then norm and head."""
     numbers = [bound.strip(" []") for bound in method]
-    if pp == 1 or not numbers or not all(n.isdigit() for n in numbers):
+    if pp == 1 or not numbers or not all(n.isascii() and n.isdigit() for n in numbers):
         return ()
     bounds = [int(n) for n in numbers]
     if len(bounds) != pp * virtual + 1:

@@ -16,6 +16,7 @@ from erniekit.registry import nearest
 
 PER_MACHINE = 8
 MOST = 100_000  # devices that are planned: more than any job has, and layouts are still counted in seconds
+MOST_GIB = 10_000  # of a device
 FIX = "write 8x80G, 2x8xH200-141G, 16xBI150-32G, 128xAscend-64G, or the name of a YAML file"
 # Of a memory that a seller rounds up: what torch reports of a card sold as so many GB.
 SOLD = {141: 139.8, 80: 79.3, 40: 39.4, 48: 44.5, 24: 23.6, 32: 32.0, 64: 64.0, 96: 95.6, 192: 191.5}
@@ -101,8 +102,8 @@ def card_of(text: str, where: str = "--cluster", before: str = "") -> Card:
 
 
 def _gib(text: str) -> float | None:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(?:G|GB|GiB)", text, re.IGNORECASE)
-    return float(found[1]) if found and float(found[1]) > 0 else None
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)(?:G|GB|GiB)", text, re.IGNORECASE)
+    return float(found[1]) if found and 0 < float(found[1]) <= MOST_GIB else None
 
 
 # Keys of an island in a file, besides those of Card: their units are what data sheets print.
@@ -128,7 +129,7 @@ def _from_file(path: Path) -> Cluster:
     if strange:
         raise ConfigError(f"unknown {strange[0]!r}", where=str(path), fix="known: islands, between_gb")
     between = read.get("between_gb", 12.5)
-    if not isinstance(between, int | float) or isinstance(between, bool) or between <= 0:
+    if not isinstance(between, int | float) or isinstance(between, bool) or not 0 < between < 1e9:
         raise ConfigError(f"between_gb is {between!r}", where=str(path), fix="GB a second between islands, above 0")
     made = tuple(_island(entry, f"{path}: islands[{k}]") for k, entry in enumerate(islands))
     return Cluster(made, str(path), between * 1e9)
@@ -143,8 +144,8 @@ def _island(entry: Any, where: str) -> Island:
     for key, default in (("machines", 1), ("devices", PER_MACHINE), *((unit, None) for unit in _UNITS)):
         value = entry.get(key, default)
         whole = key in ("machines", "devices")
-        wrong = isinstance(value, bool) or not isinstance(value, int if whole else int | float) or value <= 0
-        if value is not None and wrong:
+        right = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+        if value is not None and not (right and 0 < value < 1e9):  # YAML also has .nan and .inf
             raise ConfigError(
                 f"{key} is {value!r}", where=where, fix=f"{key}: a {'whole ' if whole else ''}number above 0"
             )

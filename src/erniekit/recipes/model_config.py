@@ -45,7 +45,8 @@ def changes_of(cfg: RunConfig, folder: Path) -> dict[str, Any]:
         return changes
     raw = read_json(folder / "config.json")
     where = str(folder / "config.json")
-    values = Recorder({**raw, **changes})
+    nested = _rope_in_both(raw, changes)
+    values = Recorder({**raw, **changes, **nested})
     find(values, where).read_config(values, "hf", False, where)
     for name in changes:
         if name not in values.asked | raw.keys():
@@ -53,9 +54,18 @@ def changes_of(cfg: RunConfig, folder: Path) -> dict[str, Any]:
     differ = [f"{name} {raw.get(name)} -> {value}" for name, value in changes.items() if raw.get(name) != value]
     if differ:
         say(f"note     model_config: {', '.join(differ)}")
-    if "rope_theta" in changes and "rope_parameters" in raw and "rope_parameters" not in changes:
-        changes["rope_parameters"] = {**raw["rope_parameters"], "rope_theta": changes["rope_theta"]}  # it is in both
-    return changes
+    return {**changes, **nested}
+
+
+def _rope_in_both(raw: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """rope_parameters of a file that has them, with what changes of the same values elsewhere."""
+    before, scaling = raw.get("rope_parameters"), changes.get("rope_scaling")
+    if not isinstance(before, dict) or "rope_parameters" in changes:
+        return {}
+    out = {**scaling, "rope_theta": before.get("rope_theta")} if isinstance(scaling, dict) else dict(before)
+    if "rope_theta" in changes:
+        out["rope_theta"] = changes["rope_theta"]
+    return {"rope_parameters": out}
 
 
 def _idle(name: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -302,7 +303,7 @@ def _number(given: dict[str, str], option: str) -> int | None:
     word = given.get(option)
     if word is None:
         return None
-    if not word.isdigit() or not int(word):
+    if not re.fullmatch("[0-9]{1,12}", word) or not int(word):
         raise ConfigError(f"{option} {word} is not a number above 0", where="erniekit plan", fix=f"{option} 64")
     return int(word)
 

@@ -41,7 +41,26 @@ def run_quantize(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
     need(cfg, "model_name_or_path", "quant", "output_dir")
     if not cfg.given("output_dir"):
         raise ConfigError("output_dir must be given", where="command line", fix="output_dir=DIR: where the result goes")
+    _refuse_keys_of_export(cfg)
     return _quantised(cfg, _source(cfg), Path(str(cfg.train.output_dir)).expanduser())
+
+
+def _refuse_keys_of_export(cfg: RunConfig) -> None:
+    """Keys that say what is written, and would be dropped."""
+    asked = {"format": cfg.export.format == "gguf", "gguf_type": cfg.given("gguf_type")}
+    asked["merge_grid"] = cfg.export.merge_grid != BF16
+    for name in (name for name, given in asked.items() if given):
+        raise ConfigError(
+            f"quantize writes safetensors of a whole model; {name} is a key of `erniekit export`",
+            where=cfg.origin(name),
+            fix="leave it out; a GGUF file: `erniekit export DIR format=gguf gguf_type=q4_0`",
+        )
+    _tell_layout(cfg)
+
+
+def _tell_layout(cfg: RunConfig) -> None:
+    if cfg.checkpoint.save_format != LAYOUT and cfg.given("save_format"):
+        warn(f"save_format: {cfg.checkpoint.save_format} has no quantised weights; written in {LAYOUT}")
 
 
 def export_quantised(cfg: RunConfig) -> RunResult:
@@ -54,8 +73,7 @@ def export_quantised(cfg: RunConfig) -> RunResult:
         check_target(out, [plan.base, *plan.adapters], QUANTIZE)
     elif cfg.export.merge_grid != BF16:
         raise no_adapter(cfg.export.merge_grid)
-    if cfg.checkpoint.save_format != LAYOUT and cfg.given("save_format"):
-        warn(f"save_format: {cfg.checkpoint.save_format} has no quantised weights; written in {LAYOUT}")
+    _tell_layout(cfg)
     source = run_export(cfg).output_dir if plan.adapters else plan.base
     return _quantised(cfg, Path(source), out)
 

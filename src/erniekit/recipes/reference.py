@@ -190,7 +190,8 @@ def _write(folder: Path, values: np.ndarray) -> None:
         temporary.mkdir(parents=True, exist_ok=True)
         np.save(temporary / LOG_PROBS, values)
         sealed.seal(temporary)
-        shutil.rmtree(folder, ignore_errors=True)  # damaged, or of other pairs
+        if folder.exists():  # damaged, or of other pairs
+            sealed.clear(folder, (LOG_PROBS, sealed.SEAL))
         sealed.publish(temporary, folder)
     except OSError as error:  # this run has them; the next one will have to compute them again
         warn(f"the reference's log-probabilities could not be kept in {folder.parent}: {error.strerror or error}")

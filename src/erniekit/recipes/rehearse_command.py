@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tempfile
 import time
 from pathlib import Path
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from erniekit.parallel.mesh import Layout
     from erniekit.recipes.rehearsal import Rehearsal
 
+# A rank takes some microseconds, and a micro-batch some milliseconds: more is a mistyped number.
+MOST = {"--ranks": 100_000, "--micro-batches": 10_000}
 NUMBERS = ("--ranks", "--micro-batches", "--rank", "--shrunken")
 FLAGS = ("--every-rank", "--json")
 
@@ -170,9 +173,13 @@ def _options(args: list[str]) -> tuple[list[str], dict[str, int], set[str]]:
             flags.add(name)
         elif name in NUMBERS:
             text = value if equals else next(rest, "")
-            if not text.isdigit() or (name != "--rank" and not int(text)):
+            number = int(text) if re.fullmatch("[0-9]{1,9}", text) else -1
+            if number < (0 if name == "--rank" else 1):
                 raise ConfigError(f"{name} {text or 'without a number'}", where="erniekit rehearse", fix=f"{name} 8")
-            numbers[name] = int(text)
+            if number > (most := MOST.get(name, number)):
+                what = f"{name} {number:,} is more than is rehearsed"
+                raise ConfigError(what, where="erniekit rehearse", fix=f"at most {most:,}")
+            numbers[name] = number
         else:
             words.append(word)
     return words, numbers, flags

@@ -16,7 +16,7 @@ from erniekit.data.collate import collate
 from erniekit.data.formats.columns import as_columns
 from erniekit.data.storage import DatasetFile
 from erniekit.data.stream_order import StreamOrder, StreamPacks
-from erniekit.data.stream_source import StreamSource, stream_fingerprint
+from erniekit.data.stream_source import StreamSource, file_versions, stream_fingerprint
 from erniekit.data.stream_store import StreamStore
 from erniekit.data.token_cache import TokenSource, cache_key, row_job
 from erniekit.data.tokenise import TokeniseJob
@@ -70,13 +70,14 @@ def _source(
     def job_of(path: str) -> TokeniseJob:
         return row_job(path, format, tokenizer, columns=columns, **rules)
 
-    fingerprint = stream_fingerprint(paths, partial(cache_key, job_of(paths[0])))
+    versions = file_versions(paths)
+    fingerprint = stream_fingerprint(versions, partial(cache_key, job_of(paths[0])))
     # A run's own: another would have to wait until this one reads on.
     own = hashlib.blake2b(f"{output.absolute()}\n{number}".encode(), digest_size=8).hexdigest()
     folder = Path(d.cache_dir or default_cache_dir()).expanduser() / "streams" / f"{fingerprint}-{own}"
     name = paths[0] if len(paths) == 1 else d.train_dataset_path[number]
     listed = output / "bad_rows.jsonl"
-    return StreamSource(name, paths, job_of, fingerprint, StreamStore(folder), d.max_bad_fraction, listed)
+    return StreamSource(name, paths, job_of, fingerprint, StreamStore(folder), d.max_bad_fraction, versions, listed)
 
 
 def report_read_rows(data: TrainData, output: Path) -> bool:

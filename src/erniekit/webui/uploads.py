@@ -48,7 +48,12 @@ def keep(file: str, kind: str, root: Path) -> Path:
         path = folder / (name if number == 1 else f"{stem}-{number}{suffix}")
         try:
             with source.open("rb") as content, path.open("xb") as out:  # never over what is there
-                shutil.copyfileobj(content, out)
+                try:
+                    shutil.copyfileobj(content, out)
+                    out.flush()
+                except OSError:  # a part of a file would be offered as if it were whole
+                    path.unlink()
+                    raise
             return path
         except FileExistsError:
             continue

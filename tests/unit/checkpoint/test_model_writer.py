@@ -173,3 +173,10 @@ def test_a_model_in_one_file_is_named_by_an_index_where_a_probe_lies_beside_it(s
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in before.values())
     built = ModelFolder(tmp_path).build().state_dict()
     assert all(torch.equal(built[name], tensor) for name, tensor in ModelFolder(saved).build().state_dict().items())
+
+
+def test_weights_of_64_bits_are_written_as_they_are(paddle: Path, tmp_path: Path) -> None:
+    source = ModelFolder(paddle / "dense_old")
+    wide = {name: value.double() for name, value in source.build().state_dict().items()}
+    write_model(tmp_path, source.config, wide.__getitem__)
+    assert ModelFolder(tmp_path).dtype() == torch.float64

@@ -71,3 +71,20 @@ def test_a_large_file_is_known_by_blocks_from_its_first_byte_to_its_last(
             assert digest(plain[:at] + b"!" + plain[at + 1 :]) != digest(plain), at
     assert digest(plain[:100] + b"!" + plain[101:]) == digest(plain), "between two blocks: not covered"
     assert digest(bytes(1001)) != digest(plain)
+
+
+def test_a_damaged_folder_makes_room_and_files_of_others_stay(tmp_path: Path, capsys) -> None:
+    folder, names = folder_of(tmp_path), ("a.npy", "b.npy", sealed.SEAL)
+    sealed.clear(folder, names)
+    assert not folder.exists()
+    folder = folder_of(tmp_path)
+    (folder / "notes.txt").write_text("theirs")
+    sealed.clear(folder, names)
+    assert not folder.exists()
+    (kept,) = tmp_path.glob("made.not-ours-*/*")
+    assert kept.read_text() == "theirs"
+    assert "no part of the cache" in capsys.readouterr().err
+    folder.symlink_to(kept.parent)
+    with pytest.raises(OSError, match="link"):
+        sealed.clear(folder, ["notes.txt"])
+    assert kept.exists()

@@ -14,7 +14,7 @@ from erniekit.data import stream_source
 from erniekit.data.mix import SampleOrder
 from erniekit.data.pack import PackStream
 from erniekit.data.stream_order import StreamOrder, StreamPacks
-from erniekit.data.stream_source import StreamSource, stream_fingerprint
+from erniekit.data.stream_source import StreamSource, file_versions, stream_fingerprint
 from erniekit.data.stream_store import IDS, StreamStore
 from erniekit.data.token_cache import cache_key, row_job
 from erniekit.errors import DataError
@@ -50,9 +50,10 @@ def streamed(tokenizer, tmp_path: Path) -> Callable[..., StreamSource]:
         def job_of(path: str):
             return row_job(path, None, tokenizer, max_seq_len=96)
 
-        key = stream_fingerprint(names, lambda content: cache_key(job_of(names[0]), content))
-        folder = tmp_path / "streams" / (store or key)
-        return StreamSource(names[0], names, job_of, key, StreamStore(folder), bad, listed)
+        versions = file_versions(names)
+        key = stream_fingerprint(versions, lambda content: cache_key(job_of(names[0]), content))
+        kept = StreamStore(tmp_path / "streams" / (store or key))
+        return StreamSource(names[0], names, job_of, key, kept, bad, versions, listed)
 
     return call
 
@@ -212,3 +213,78 @@ def test_a_file_without_a_usable_row_is_refused(tmp_path, streamed) -> None:
     path = write_jsonl(tmp_path / "c.jsonl", [{"src": ["word " * 200], "tgt": ["word " * 200]}])
     with pytest.raises(DataError, match="gives no usable sample"):
         streamed(path).require(1)
+
+
+def test_a_file_that_is_replaced_before_its_turn_is_refused(files, streamed) -> None:
+    source = streamed(*files)
+    source.require(1)
+    write_jsonl(files[1], [said("other", n) for n in range(7)])
+    with pytest.raises(DataError, match="changed since the run began"):
+        source.require(SIZES[0] + 1)
+
+
+def test_rows_that_are_not_those_read_before_are_refused(files, streamed) -> None:
+    """As from a server that names no version: the address is the same, the rows are not."""
+    first = streamed(files[0], store="same")
+    first.require(1)
+    first.close()
+    write_jsonl(files[0], [said("A", n) for n in range(SIZES[0])])
+    with pytest.raises(DataError, match="not those that were read before"):
+        streamed(files[0], store="same").require(CHUNK + 1)
+
+
+def test_a_chunk_that_could_not_be_stored_is_read_again(files, streamed, opened, monkeypatch) -> None:
+    source = streamed(files[0])
+    source.require(1)
+    append = StreamStore._append
+
+    def full(store: StreamStore, *args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(StreamStore, "_append", full)
+    with pytest.raises(DataError, match="No space left"):
+        source.require(CHUNK + 1)
+    monkeypatch.setattr(StreamStore, "_append", append)
+    assert not source.require(SIZES[0] + 1)
+    whole = opened(files[0])
+    assert [source.sample(i).ids.tolist() for i in range(len(source))] == [
+        whole.sample(i).ids.tolist() for i in range(len(whole))
+    ]
+
+
+def test_files_of_others_in_the_folder_of_a_stream_are_not_written(files, streamed, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs.txt"
+    theirs.write_text("theirs")
+    linked = tmp_path / "streams" / "linked"
+    linked.mkdir(parents=True)
+    (linked / IDS).symlink_to(theirs)
+    with pytest.raises(DataError, match="cannot be written"):
+        streamed(files[0], store="linked").require(1)
+    plain = tmp_path / "streams" / "plain"
+    plain.mkdir()
+    (plain / IDS).write_text("theirs")
+    with pytest.raises(DataError, match="no run of erniekit wrote"):
+        streamed(files[0], store="plain").require(1)
+    assert theirs.read_text() == (plain / IDS).read_text() == "theirs"
+
+
+@pytest.mark.parametrize("removed", range(1, 7))
+def test_a_run_that_was_killed_while_it_removed_its_samples_begins_again(
+    removed: int, files, streamed, monkeypatch
+) -> None:
+    first = streamed(files[0], store="same")
+    first.require(1)
+    unlink, left = Path.unlink, [removed]
+
+    def killed(path: Path, missing_ok: bool = False) -> None:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        unlink(path, missing_ok)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", killed)
+        with pytest.raises(KeyboardInterrupt):
+            first.discard()
+    first.close()
+    assert not streamed(files[0], store="same").require(SIZES[0] + 1)

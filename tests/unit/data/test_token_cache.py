@@ -182,7 +182,10 @@ def test_a_damaged_cache_is_made_anew(tmp_path, opened, damage):
     first = opened(path)
     expected = [first.sample(i).labels.tolist() for i in range(20)]
     damage(first.folder)
+    (first.folder / "notes.txt").write_text("theirs")
     again = opened(path)
+    (kept,) = first.folder.parent.glob("*.not-ours-*/*")
+    assert kept.read_text() == "theirs"
     assert not again.report.from_cache
     assert [again.sample(i).labels.tolist() for i in range(20)] == expected
     assert opened(path).report.from_cache

@@ -111,6 +111,13 @@ def test_rope_is_read_from_every_place_the_worlds_keep_it(extra, theta, scaling)
         assert (config.rope_scaling["rope_type"], config.rope_scaling["factor"]) == scaling
 
 
+def test_two_rope_scalings_that_differ_are_refused():
+    nested = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    with pytest.raises(CheckpointError, match="rope_scaling is"):
+        read({**LLAMA_13B, **nested, "rope_scaling": {"type": "linear", "factor": 2.0}})
+    assert read({**LLAMA_13B, **nested, "rope_scaling": {"rope_type": "default"}}).rope_scaling is None
+
+
 def test_ernies_compression_ratio_is_linear_scaling_and_comes_back():
     config = read({**ERNIE_03B, "compression_ratio": 4.0}, "paddle", True)
     assert config.rope_scaling == {"rope_type": "linear", "factor": 4.0}

@@ -73,6 +73,12 @@ def test_more_devices_than_are_planned_are_refused_however_they_are_given(tmp_pa
     assert parse("12500x8xH200").size == 100_000
 
 
+@pytest.mark.parametrize("size", ["9" * 20, "99999", "9" * 400, "0.0"])
+def test_a_memory_that_no_card_has_is_refused(size: str) -> None:
+    with pytest.raises(ConfigError):
+        parse(f"8x{size}G")
+
+
 def test_a_mistyped_card_is_told_its_nearest() -> None:
     with pytest.raises(ConfigError, match="H220") as caught:
         parse("8xH220-141G")
@@ -94,7 +100,8 @@ def test_a_file_lists_unlike_islands(tmp_path: Path) -> None:
     [
         "a: [", "islands: []", "- 8x80G", "islands: [{machines: 2}]", "islands: [{card: H200, devices: 0}]",
         "islands: [{card: H200, devices: true}]", "islands: [{card: H200, speed: 3}]",
-        "between_gb: no\nislands: [8x80G]", "islands: [8x]",
+        "between_gb: no\nislands: [8x80G]", "islands: [8x]", "islands: [{card: H200, tflops: .nan}]",
+        "islands: [{card: H200, memory_gib: .inf}]", "between_gb: .inf\nislands: [8x80G]",
     ],
 )  # fmt: skip
 def test_a_file_that_says_something_else_is_refused_by_name(text: str, tmp_path: Path) -> None:

@@ -31,6 +31,12 @@ def test_values_take_the_place_of_those_in_config_json(moe):
     assert json.loads((moe / "config.json").read_text())["num_hidden_layers"] == 2  # the folder stays as it was
 
 
+def test_rope_scaling_is_changed_in_a_file_that_has_it_elsewhere(moe):
+    folder = opened(moe, "model_config={rope_scaling: {rope_type: linear, factor: 4.0}}")
+    assert folder.config.rope_scaling["factor"] == 4.0
+    assert folder.config.rope_theta == 500000.0
+
+
 def test_the_old_name_of_further_layers_and_a_key_of_its_own_for_the_spread(moe):
     folder = opened(moe, "model_config.multi_token_pred_depth=0", "initializer_range=0.002")
     assert (folder.config.mtp_layers, folder.config.init_std) == (0, 0.002)

@@ -69,6 +69,9 @@ def test_a_model_is_calibrated_on_rows_and_the_result_the_report_and_the_next_co
         ([], "quant must be given"),
         (["quant=w4a16", "lora_path=x"], "merges no adapters"),
         (["quant=w8a8", "group_size=64"], "no group size to choose"),
+        (["quant=w4a16", "format=gguf"], "format is a key of `erniekit export`"),
+        (["quant=w4a16", "gguf_type=q4_0"], "gguf_type is a key of `erniekit export`"),
+        (["quant=w4a16", "merge_grid=int4"], "merge_grid is a key of `erniekit export`"),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_three_lines_before_any_work(

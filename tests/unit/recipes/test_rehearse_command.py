@@ -79,6 +79,9 @@ def test_one_rank_is_run_for_real_with_the_plan_beside_it(words, capsys):
     [
         (["--rank", "2"], "--rank 2: there are 2 ranks"),
         (["--ranks", "many"], "--ranks many"),
+        (["--ranks", "²"], "--ranks ²"),
+        (["--ranks", "1000000"], "more than is rehearsed"),
+        (["--micro-batches", "1000000"], "more than is rehearsed"),
         (["--ranks", "3"], "needs a multiple of 2 ranks; there are 3"),
         (["sharding_parallel_degree=-1", "sharding=stage1"], "how many?"),
         (["model_name_or_path=nowhere"], "the shape of nowhere is not known"),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -96,6 +99,17 @@ def test_what_was_not_uploaded_is_too_large_or_has_no_room_is_refused(
     monkeypatch.setattr(uploads, "MAX_FILES", 0)
     with pytest.raises(DataError, match="full"):
         keep(file, DATA, tmp_path)
+
+
+def test_an_upload_that_could_not_be_copied_whole_is_not_offered(sent: Path, tmp_path: Path, monkeypatch) -> None:
+    def full(source: IO[bytes], out: IO[bytes]) -> None:
+        out.write(source.read(1))
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfileobj", full)
+    with pytest.raises(DataError, match="No space left"):
+        keep(put(sent, "rows.jsonl"), DATA, tmp_path / "home")
+    assert not list((tmp_path / "home" / DATA).iterdir())
 
 
 def test_the_picker_offers_uploads_first_and_every_shipped_recipe_of_training(sent: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ class StoredFile(ABC):
     """One file to read from. `str()` of it is how the user wrote it."""
 
     name: str  # its last part: the suffix says what kind of file it is
+    names_version = True  # whether `stamp` changes with a content of the same length; known once it was called
 
     @abstractmethod
     def open(self) -> io.BufferedReader:

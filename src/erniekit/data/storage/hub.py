@@ -31,6 +31,8 @@ def is_hub_id(word: str) -> bool:
 class HubDataset:
     """`str()` of it is how the user wrote it."""
 
+    names_version = True
+
     def __init__(self, word: str) -> None:
         self.word = word
         for prefix in PREFIXES:

@@ -59,7 +59,9 @@ class ObjectFile(StoredFile):
 
     def stamp(self) -> Any:
         info = self._info()
-        return [str(info.get("size")), *(f"{name} {info[name]}" for name in _VERSION if info.get(name) is not None)]
+        versions = [f"{name} {info[name]}" for name in _VERSION if info.get(name) is not None]
+        self.names_version = bool(versions)
+        return [str(info.get("size")), *versions]
 
     def identity(self) -> tuple[str, int]:
         """By address and version where the store names one; else by content, which reads all of it once more."""

@@ -14,6 +14,7 @@ from urllib.error import HTTPError
 from urllib.parse import unquote, urlsplit, urlunsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
+from erniekit import heartbeat
 from erniekit.data.storage.base import StoredFile
 from erniekit.errors import DataError
 from erniekit.printable import public
@@ -23,6 +24,7 @@ _TRIES = 4  # for one part, each after a longer wait
 _TIMEOUT = 60.0  # seconds
 _FIX = "check the address and the connection"
 _DIGITS = re.compile("[0-9]{1,18}")
+_PART = re.compile(r"bytes ([0-9]{1,18})-[0-9]{0,18}/([0-9]{1,18}|\*)")  # its first byte, and the size of the whole
 
 
 class WebFile(StoredFile):
@@ -45,7 +47,9 @@ class WebFile(StoredFile):
         """Version headers of the file, from a new request."""
         self._headers = None
         headers = self._asked()
-        return headers.get("ETag"), headers.get("Last-Modified"), headers.get("Content-Length")
+        tag, modified = headers.get("ETag"), headers.get("Last-Modified")
+        self.names_version = bool(tag or modified)
+        return tag, modified, headers.get("Content-Length")
 
     def identity(self) -> tuple[str, int]:
         """By address and version where the server names one; else by content, which reads all of it once more."""
@@ -57,9 +61,7 @@ class WebFile(StoredFile):
 
     def version(self) -> str | None:
         """For If-Range: a file that was replaced is not continued in its middle."""
-        headers = self._asked()
-        tag = headers.get("ETag")
-        return tag if tag and not tag.startswith("W/") else headers.get("Last-Modified")
+        return _version_of(self._asked())
 
     def _asked(self) -> Any:
         if self._headers is None:
@@ -68,6 +70,11 @@ class WebFile(StoredFile):
             except (OSError, HTTPException, ValueError) as error:
                 raise DataError(f"dataset cannot be read: {_said(error)}", where=self.url, fix=_FIX) from error
         return self._headers
+
+
+def _version_of(headers: Any) -> str | None:
+    tag = headers.get("ETag")
+    return tag if tag and not tag.startswith("W/") else headers.get("Last-Modified")
 
 
 class _WebAlone(HTTPRedirectHandler):
@@ -81,7 +88,7 @@ class _WebAlone(HTTPRedirectHandler):
             return None
         if req.get_method() == "HEAD":
             request.method = "HEAD"
-        if request.host != req.host:
+        if request.host != req.host or (req.type == "https" and request.type == "http"):
             request.remove_header("Authorization")
         return request
 
@@ -117,12 +124,15 @@ def _headers_of(url: str) -> Any:
 
 
 class _WebStream(io.RawIOBase):
-    """Reads on after a lost connection, from the byte it was lost at."""
+    """Reads on after a lost connection, from the byte it was lost at.
+
+    Size and version are those of the answer that brought the first bytes: a HEAD may tell neither, or others."""
 
     def __init__(self, file: WebFile) -> None:
         self._file, self._at = file, 0
         self._answer: Any = None
-        self._size = file.size()
+        self._size, self._version = file.size(), file.version()
+        self._begun = False  # some of the file has been sent
 
     def readable(self) -> bool:
         return True
@@ -141,14 +151,15 @@ class _WebStream(io.RawIOBase):
         return at
 
     def readinto(self, buffer: Any) -> int:
-        if self._size and self._at >= self._size:
+        if self._begun and self._size and self._at >= self._size:
             return 0
         reason: Exception | None = None
         for turn in range(_TRIES):
             if turn:
                 time.sleep(0.2 * 4**turn / 4)
             try:
-                data = self._opened().read(len(buffer))
+                data = self._opened().read1(len(buffer))  # what has come so far: a slow server is not a silent one
+                heartbeat.beat()
             except HTTPError as error:
                 reason = error
                 if error.code < 500:
@@ -167,17 +178,33 @@ class _WebStream(io.RawIOBase):
     def _opened(self) -> Any:
         if self._answer is None:
             headers = {"Range": f"bytes={self._at}-"} if self._at else {}
-            if self._at and (version := self._file.version()):
-                headers["If-Range"] = version
+            if self._at and self._version:
+                headers["If-Range"] = self._version
             answer = self._answer = _ask(self._file.url, headers)
-            if self._at and answer.status != 206:
+            try:
+                self._check(answer.status, answer.headers)
+            except OSError:
                 self._hang_up()
-                raise OSError("the server sends no parts of files, or the file was replaced meanwhile")
-            part = answer.headers.get("Content-Range")
-            if self._at and part and not part.startswith(f"bytes {self._at}-"):
-                self._hang_up()
-                raise OSError("the server sends another part of the file than was asked for")
+                raise
         return self._answer
+
+    def _check(self, status: int, headers: Any) -> None:
+        """Whether an answer is the asked part of the file that was begun."""
+        if self._at and status != 206:
+            raise OSError("the server sends no parts of files, or the file was replaced meanwhile")
+        part = _PART.fullmatch(headers.get("Content-Range") or "") if status == 206 else None
+        if part and int(part[1]) != self._at:
+            raise OSError("the server sends another part of the file than was asked for")
+        length, version = headers.get("Content-Length") or "", _version_of(headers)
+        size = 0
+        if status == 206:
+            size = int(part[2]) if part and part[2] != "*" else 0
+        elif _DIGITS.fullmatch(length):
+            size = int(length)
+        if not self._begun:
+            self._begun, self._size, self._version = True, size or self._size, version or self._version
+        elif (size and self._size and size != self._size) or (version and self._version and version != self._version):
+            raise OSError("the file was replaced meanwhile")
 
     def _hang_up(self) -> None:
         if self._answer is not None:
@@ -190,4 +217,4 @@ class _WebStream(io.RawIOBase):
 
 
 def _said(error: Exception | None) -> str:
-    return str(getattr(error, "reason", None) or error)
+    return " ".join(str(getattr(error, "reason", None) or error).split())  # a redirect's has several lines

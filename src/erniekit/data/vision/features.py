@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from erniekit.data.media.stamp import layout
 
 FOLDER = "features"  # in the data cache folder
 _END, _LEFT = ".safetensors", ".tmp-"
+_OURS = re.compile(r"[^/]+/([0-9a-f]{2})/\1[0-9a-f]{38}\.safetensors(\.tmp-\d+-\d+)?")  # tower, picture
 _OVERHEAD = 1024  # bytes of a file beside its features, at most
 
 
@@ -146,6 +148,8 @@ def make_room(folder: Path, limit: int, needed: int, keep: str) -> int:
     files: list[tuple[float, int, Path]] = []
     used = 0
     for path in folder.glob(f"*/*/*{_END}*"):
+        if not _OURS.fullmatch(path.relative_to(folder).as_posix()):  # another's file
+            continue
         try:
             state = path.stat()
         except OSError:  # another process was first

@@ -97,14 +97,14 @@ class VisionJob(TokeniseJob):
         samples: list[tuple[int, Sample]] = []
         states: dict[str, FileState] = {}
         for line, raw in heartbeat.each(batch):
-            row = parsed(raw, line, self.path, self.vision_row)
-            if isinstance(row, RowProblem):
-                out.bad.append((line, row.kind, row.reason))
-                continue
-            out.unused.update(row.unused)
-            for place in (place for given in row.media for place in given.sources if place.path):
-                states.setdefault(place.path, _state(place.path))  # before it is read: a later repair is a change
             try:
+                row = parsed(raw, line, self.path, self.vision_row)
+                if isinstance(row, RowProblem):
+                    out.bad.append((line, row.kind, row.reason))
+                    continue
+                out.unused.update(row.unused)
+                for place in (place for given in row.media for place in given.sources if place.path):
+                    states.setdefault(place.path, _state(place.path))  # before it is read: a later repair is a change
                 made = self._assembled(row)
             except (MediaError, BadRow) as error:
                 out.bad.append((line, error.kind, error.reason))

@@ -15,6 +15,7 @@ from erniekit.data.types import ChatMessage
 from erniekit.data.vision.said import BOUND, UNTRAINED, GivenMedium, VisionRow, mark, refuse_marks
 
 _KNOWN = ("text_info", "text_list", "image_info", "video_info", "order", "is_system", "is_video", "prefix")
+_LONGEST_S = 1e9  # of a time stamp; JSON also has NaN and Infinity
 _ROLES = {"mask": "user", "no_mask": "assistant"}
 Item = tuple[str, str, dict[str, Any]]  # role, content, the entry it came from
 
@@ -79,8 +80,8 @@ def _media(
         matched.append(_matched(entry, field, compat))
     for i, entry in enumerate(videos):
         field = f"video_info[{i}]"
-        frames = entry.get("extracted_frame_indices") or ()
-        if not all(isinstance(index, int) and index >= 0 for index in frames):
+        frames = entry.get("extracted_frame_indices") or []
+        if not isinstance(frames, list) or not all(type(index) is int and index >= 0 for index in frames):
             raise BadRow("wrong_type", f"`{field}.extracted_frame_indices` must be a list of numbers")
         place = _place(entry, field, folder, compat)
         declared = _declared(entry) if compat else None
@@ -119,8 +120,10 @@ def _matched(entry: dict[str, Any], field: str, compat: bool) -> int:
 
 def _number(entry: dict[str, Any], key: str, field: str) -> float:
     value = entry.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadRow("wrong_type", f"`{field}.{key}` must be a number of seconds, not {named(value)}")
+    if not 0 <= value < _LONGEST_S:
+        raise BadRow("wrong_type", f"`{field}.{key}` is {value:g}, and must be a number of seconds")
     return float(value)
 
 
@@ -147,22 +150,33 @@ def _ordered(row: dict[str, Any], texts: list[dict[str, Any]], images: int, medi
     order = row["order"]
     if not isinstance(order, dict) or not all(isinstance(order.get(key), list) for key in ("type", "index")):
         raise BadRow("wrong_type", "`order` must be an object with the lists `type` and `index`")
+    if len(order["type"]) != len(order["index"]):
+        raise BadRow(
+            "length_mismatch", f"`order` has {len(order['type'])} types and {len(order['index'])} numbers: one of each"
+        )
     items: list[Item] = []
+    named_texts: set[int] = set()
+    named_media: set[int] = set()
     for kind, index in zip(order["type"], order["index"]):
-        if not isinstance(index, int):
+        if type(index) is not int:
             raise BadRow("wrong_type", "`order.index` must hold numbers")
         if kind == "text":
             if not 0 <= index < len(texts):
                 raise BadRow("length_mismatch", f"`order` names text {index} of {len(texts)}")
             role, content = _text(texts[index], f"text_info[{index}]", False)
             items.append((role, content, texts[index]))
+            named_texts.add(index)
         elif kind in ("image", "video"):
             number = index + (images if kind == "video" else 0)
             if index < 0 or number >= media:
                 raise BadRow("length_mismatch", f"`order` names {kind} {index}, which the row does not have")
             items.append(("user", mark(number), {}))
+            named_media.add(number)
         else:
             raise BadRow("wrong_type", f"`order.type` holds {kind!r}; known are text, image, video")
+    for what, count, named_ones in (("texts", len(texts), named_texts), ("pictures and videos", media, named_media)):
+        if len(named_ones) < count:
+            raise BadRow("length_mismatch", f"`order` names {len(named_ones)} of the row's {count} {what}")
     return items
 
 

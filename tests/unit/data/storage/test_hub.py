@@ -11,7 +11,7 @@ import pytest
 from erniekit.data import stream_source
 from erniekit.data.formats import detect, rows
 from erniekit.data.storage import located
-from erniekit.data.stream_source import StreamSource, stream_fingerprint
+from erniekit.data.stream_source import StreamSource, file_versions, stream_fingerprint
 from erniekit.data.stream_store import StreamStore
 from erniekit.data.token_cache import cache_key, row_job
 from erniekit.errors import DataError
@@ -66,8 +66,8 @@ def test_streamed_samples_are_those_of_the_dataset_and_go_on_after_a_stop(
     word = f"hf:{folder}"
 
     def streamed() -> StreamSource:
-        key = stream_fingerprint([word], lambda content: cache_key(job(word), content))
-        return StreamSource(word, [word], job, key, StreamStore(tmp_path / "streams" / key), 0.0)
+        key = stream_fingerprint(versions := file_versions([word]), lambda content: cache_key(job(word), content))
+        return StreamSource(word, [word], job, key, StreamStore(tmp_path / "streams" / key), 0.0, versions)
 
     def job(path: str):
         return row_job(path, None, tokenizer, max_seq_len=96)

@@ -106,7 +106,12 @@ def test_room_is_made_of_other_towers_oldest_files_alone(tmp_path: Path) -> None
         os.utime(old.path(medium), (age, age))
     own.write(MEDIUM, features())
     size = own.path(MEDIUM).stat().st_size
+    theirs = tmp_path / "old" / "ab" / "model.safetensors"
+    theirs.parent.mkdir(exist_ok=True)
+    theirs.write_bytes(bytes(10 * size))
+    os.utime(theirs, (0, 0))
     assert make_room(tmp_path, limit=4 * size, needed=size, keep="tower") == size
+    assert theirs.exists()
     assert [old.read(medium) is not None for medium in media] == [False, True, True]
     assert own.read(MEDIUM) is not None
 

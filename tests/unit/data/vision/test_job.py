@@ -203,3 +203,19 @@ def test_preference_rows_name_the_stage_that_learns_them(folder: Path) -> None:
     with pytest.raises(DataError) as refused:
         opened(write_jsonl(folder / "rows.jsonl", [row]), VisionRules())
     assert "stage: DPO" in refused.value.fix
+
+
+def test_a_fault_in_reading_a_row_costs_that_row_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_jsonl(folder / "rows.jsonl", [chat("media/a.png", answer=f"answer {n}") for n in range(3)])
+    shutil.copy(next(MEDIA.glob("*.png")), folder / "media" / "a.png")
+    read = VisionJob.vision_row
+
+    def odd(self: VisionJob, row: dict) -> object:
+        if row["messages"][1]["content"] == "answer 1":
+            raise TypeError("an odd row")
+        return read(self, row)
+
+    monkeypatch.setattr(VisionJob, "vision_row", odd)
+    source = opened(path, rules())
+    assert len(source) == 2
+    assert source.report.bad_rows == 1

@@ -89,6 +89,17 @@ WRONG = {
     "a picture without a file": (info(image_info=[{"matched_text_index": 0}]), "missing_field"),
     "frames without times": (info(is_video=True), "wrong_type"),
     "an order that is none": (info(order=[1]), "wrong_type"),
+    "an order without a picture": (info(order={"type": ["text", "text"], "index": [0, 1]}), "length_mismatch"),
+    "an order without a text": (info(order={"type": ["image", "text"], "index": [0, 1]}), "length_mismatch"),
+    "an order cut short": (info(order={"type": ["image", "text", "text"], "index": [0, 0]}), "length_mismatch"),
+    "frames that are no list": (
+        info(image_info=[], video_info=[{"image_url": "v.mp4", "extracted_frame_indices": 5}]),
+        "wrong_type",
+    ),
+    "a frame's time that is no number": (
+        info(image_info=[{"image_url": "a.png", "time_stamp": float("nan")}], is_video=True),
+        "wrong_type",
+    ),
     "an order beyond the texts": (info(order={"type": ["text"], "index": [5]}), "length_mismatch"),
     "a system text alone": (info(is_system=1), "no_answer"),
 }
