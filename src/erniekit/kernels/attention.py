@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from erniekit import capabilities
+from erniekit.kernels.precision import at_least_fp32
 
 MASKED = 64 * 1024 * 1024  # scores at once: 256 MiB in fp32
 PADDED = 4  # up to so many keys more per query, unused queries are cheaper than a mask
@@ -91,7 +92,7 @@ def _masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed: torch.Te
     Nq, D = q.shape[2:]
     k, v = (t.repeat_interleave(Nq // t.shape[2], dim=2) for t in (k, v))
     scores = torch.einsum("blnd,bmnd->bnlm", q, k) * D**-0.5
-    weights = scores.float().masked_fill(~allowed[:, None], float("-inf")).softmax(-1).to(q.dtype)
+    weights = at_least_fp32(scores).masked_fill(~allowed[:, None], float("-inf")).softmax(-1).to(q.dtype)
     return torch.einsum("bnlm,bmnd->blnd", weights, v)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from erniekit.kernels.grouped_gemm import grouped_outer, grouped_product, implementation
 from erniekit.kernels.low_rank import Low, Tail
+from erniekit.kernels.precision import at_least_fp32
 from erniekit.kernels.quantised_rows import Scaled
 
 
@@ -29,7 +30,7 @@ def _halves(
 ) -> list[torch.Tensor]:
     """Gate and up in fp32, their updates (from z [R, rank of gate + rank of up]) added."""
     out, column = [], 0
-    for half, low in zip(gate_up.float().chunk(2, dim=-1), (gate, up)):
+    for half, low in zip(at_least_fp32(gate_up).chunk(2, dim=-1), (gate, up)):
         if low is not None:
             half = half + low[1] * _product_in_fp32(z[:, column : column + low[0].shape[1]], low[0], ends)
             column += low[0].shape[1]
@@ -40,8 +41,8 @@ def _halves(
 def _product_in_fp32(rows: torch.Tensor, factor: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """On a card rounded to 16 bit first: there is no grouped product in fp32 that does not wait for the ends."""
     if implementation(rows, factor) != "loop":
-        return grouped_product(rows, factor, ends).float()
-    return grouped_product(rows.float(), factor.float(), ends)
+        return at_least_fp32(grouped_product(rows, factor, ends))
+    return grouped_product(at_least_fp32(rows), at_least_fp32(factor), ends)
 
 
 def activate(
@@ -60,7 +61,7 @@ def activate(
     weights [T * K]: of choices, in the tokens' order.
     """
     g, u = _halves(gate_up, z, gate, up, ends)
-    act = (g * g.sigmoid() * u * weights[row_of].float()[:, None]).to(gate_up.dtype)
+    act = (g * g.sigmoid() * u * at_least_fp32(weights[row_of])[:, None]).to(gate_up.dtype)
     low = act[:, :0].clone() if down is None else grouped_product(act, down[0].transpose(1, 2), ends)
     return act, low
 
@@ -81,10 +82,10 @@ def activate_backward(
     """From the gradient of act, as the product with the weight left it [R, W], and of its low rank [R, rank of down]:
     the gradients of gate_up [R, 2 * W], act once more (keep=False: empty), and the gradients of weights and z."""
     g, u = _halves(gate_up, z, gate, up, ends)
-    grad = grad.float()
+    grad = at_least_fp32(grad)
     if down is not None:
         grad = grad + _product_in_fp32(grad_low, down[0], ends)
-    s, weight = g.sigmoid(), weights[row_of].float()[:, None]
+    s, weight = g.sigmoid(), at_least_fp32(weights[row_of])[:, None]
     dots = (grad * g * s * u).sum(-1)
     valid = _valid_rows(row_of.shape[0], ends)
     grad_weights = torch.zeros_like(weights).index_copy_(0, row_of, torch.where(valid, dots, 0.0).to(weights.dtype))
@@ -104,7 +105,7 @@ def sum_choices(rows: torch.Tensor, place_of: torch.Tensor, k: int, ends: torch.
     """[T, W]: each token's K rows added, in fp32 and in a fixed order; a place past the last end has no row."""
     if not rows.shape[0]:
         return rows.new_zeros(place_of.shape[0] // k, rows.shape[1])
-    chosen = rows.index_select(0, place_of.clamp(max=rows.shape[0] - 1)).float()
+    chosen = at_least_fp32(rows.index_select(0, place_of.clamp(max=rows.shape[0] - 1)))
     chosen = torch.where((place_of < ends[-1])[:, None], chosen, 0.0)
     return chosen.view(-1, k, rows.shape[1]).sum(1).to(rows.dtype)
 

@@ -41,7 +41,7 @@ def count(ids: torch.Tensor, experts: int) -> torch.Tensor:
 
 def sum_choices(rows: torch.Tensor, order: Order, k: int) -> torch.Tensor:
     """[T, H]: each token's K rows added, in fp32 and in a fixed order: no atomics, the same bits always."""
-    if rows.is_cuda and has_triton() and rows.shape[0]:
+    if rows.is_cuda and has_triton() and rows.shape[0] and rows.dtype != torch.float64:
         from erniekit.kernels.triton import expert_rows
 
         return expert_rows.sum_choices(rows, order.place_of, k, order.ends)

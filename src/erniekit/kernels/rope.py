@@ -1,4 +1,4 @@
-"""Rotary positions: angles in fp32, and the two ways families pair up channels. Called by models/layers.
+"""Rotary positions: angles in fp32 or float64, and the two ways families pair up channels. Called by models/layers.
 
 B batch, L length, N heads, D head_dim.
 """
@@ -10,12 +10,18 @@ from typing import Any
 
 import torch
 
+from erniekit.kernels.precision import at_least_fp32
+
 
 def inverse_frequencies(
-    head_dim: int, theta: float, scaling: dict[str, Any] | None, device: torch.device
+    head_dim: int,
+    theta: float,
+    scaling: dict[str, Any] | None,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """theta^(-2i/D) for i in 0..D/2-1, stretched by `scaling` (linear, llama3)."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).to(dtype) / head_dim
     freq = 1.0 / theta**exponents
     if not scaling or scaling["rope_type"] == "default":
         return freq
@@ -32,19 +38,19 @@ def inverse_frequencies(
 
 
 def cos_sin(positions: torch.Tensor, freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """positions [B, L] -> cos, sin [B, L, 1, D/2] in fp32."""
-    angles = (positions[..., None].float() * freq)[:, :, None, :]
+    """positions [B, L] -> cos, sin [B, L, 1, D/2] in freq's dtype."""
+    angles = (positions[..., None].to(freq.dtype) * freq)[:, :, None, :]
     return angles.cos(), angles.sin()
 
 
 def cos_sin_of_axes(
     positions: torch.Tensor, freq: torch.Tensor, sections: tuple[int, int, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """positions [B, L, 3] (t, h, w) -> cos, sin [B, L, 1, D/2] in fp32. sections: slots turned by h, by w and by t; the
-    first two alternate, the last are the slowest."""
+    """positions [B, L, 3] (t, h, w) -> cos, sin [B, L, 1, D/2] in freq's dtype. sections: slots turned by h, by w and
+    by t; the first two alternate, the last are the slowest."""
     by_side, by_time = sections[0] + sections[1], sections[2]
     axes = torch.tensor([1 + slot % 2 for slot in range(by_side)] + [0] * by_time, device=positions.device)
-    angles = (positions.float()[..., axes] * freq)[:, :, None, :]
+    angles = (positions.to(freq.dtype)[..., axes] * freq)[:, :, None, :]
     return angles.cos(), angles.sin()
 
 
@@ -64,9 +70,9 @@ def frame_cos_sin(
 
 
 def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """ERNIE: channels (2i, 2i+1) form a pair; rotated in fp32 and cast back. x [B, L, N, D]."""
-    x32 = x.float()
-    a, b = x32[..., 0::2], x32[..., 1::2]
+    """ERNIE: channels (2i, 2i+1) form a pair; rotated in fp32 or better and cast back. x [B, L, N, D]."""
+    wide = at_least_fp32(x)
+    a, b = wide[..., 0::2], wide[..., 1::2]
     return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2).to(x.dtype)
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from erniekit import capabilities
 from erniekit.kernels.available import has_triton, shapes_of
+from erniekit.kernels.precision import at_least_fp32
 
 
 def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -20,7 +21,7 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if x.is_cuda and capabilities.has("wide") and x.dtype == torch.bfloat16 and weight.dtype == torch.float32:
         result: torch.Tensor = torch.ops.erniekit.router_logits(x, weight)
         return result
-    return F.linear(x.float(), weight.float())
+    return F.linear(at_least_fp32(x), at_least_fp32(weight))
 
 
 def parts_of(value: torch.Tensor, count: int) -> list[torch.Tensor]:

@@ -150,7 +150,7 @@ class Decoder(nn.Module):
     ) -> Context:
         """What all layers share for one batch."""
         c = self.config
-        freq = inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling, positions.device)
+        freq = inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling, positions.device, self.angle_dtype())
         shared, real, modality = (None, None, None) if more is None else (more.shared, more.real, more.modality)
         record: dict[tuple[str, int], Any] | None = None
         if self.records is not None and torch.is_grad_enabled():
@@ -168,6 +168,10 @@ class Decoder(nn.Module):
         lengths = None if modality is None else lengths_of(modality, more.vision_tokens)
         members = None if more is None or record is None else more.members
         return Context(cos, sin, cu_seqlens, max_doc, shared, real, record, kernel, packs, modality, lengths, members)
+
+    def angle_dtype(self) -> torch.dtype:
+        """Of rotary positions: fp32, also where weights are 16-bit; a model in float64 has them in float64."""
+        return torch.float64 if next(self.parameters()).dtype == torch.float64 else torch.float32
 
     def attends_itself(self) -> bool:
         """False where the inner attention was replaced: a server's, over its cache, needs no kernels from here."""

@@ -1,4 +1,4 @@
-"""The router: which experts a token goes to and with what weight, in fp32 whatever the model computes in.
+"""The router: which experts a token goes to and with what weight, in fp32 or better whatever the model computes in.
 
 Held by models/layers/moe.py. T tokens, E experts, K choices.
 """
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from erniekit.kernels.precision import at_least_fp32
 from erniekit.kernels.router_logits import router_logits
 from erniekit.models.config import DecoderConfig
 
@@ -45,7 +46,7 @@ class Router(nn.Module):
             probs = logits.softmax(-1)
             scores = probs.detach()
             if bias is not None and self.biased:
-                scores = scores + bias.float()
+                scores = scores + at_least_fp32(bias)
             ids = scores.topk(self.choices, dim=-1).indices
             weights = probs.gather(1, ids)
             room = self.room(x_TH.shape[0])
