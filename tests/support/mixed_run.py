@@ -5,7 +5,6 @@ Jobs are started together and waited for where their results are read: most of e
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from erniekit.demo import tiny
+from support.processes import alive, rank_processes
 
 NOTICED_S = 30.0  # from the loss of a side until the launcher says so
 ENDED_S = 90.0  # until the side that is left has ended, too: 4 s by itself, 30 s beside 24 other processes on two cores
@@ -83,7 +83,7 @@ class MixedRun:
     def kill_rank(self, rank: int) -> tuple[float, float]:
         """Seconds until the launcher says which rank is lost, and until nothing of the job runs any more."""
         assert self.process is not None
-        ranks = self._ranks()
+        ranks = rank_processes(self.process.pid)
         assert ranks.keys() == {"0", "1"}
         ranks[str(rank)].send_signal(signal.SIGKILL)
         struck = time.monotonic()
@@ -92,19 +92,8 @@ class MixedRun:
             time.sleep(0.02)
         noticed = time.monotonic() - struck
         assert self.process.wait(ENDED_S) != 0, self.said()[-3000:]
-        assert not any(map(_runs, ranks.values()))
+        assert not any(alive(process.pid) for process in ranks.values())
         return noticed, time.monotonic() - struck
-
-    def _ranks(self) -> dict[str, psutil.Process]:
-        """By number. What a rank starts has its environment, too."""
-        assert self.process is not None
-        found: dict[str, psutil.Process] = {}
-        for child in psutil.Process(self.process.pid).children(True):
-            with contextlib.suppress(psutil.AccessDenied, psutil.NoSuchProcess):
-                number = child.environ().get("RANK")
-                if number is not None and child.parent() not in found.values():
-                    found.setdefault(number, child)
-        return found
 
     def checkpoint(self) -> int:
         """The step of the last one."""
@@ -121,12 +110,6 @@ class MixedRun:
                 child.kill()
             self.process.kill()
             self.process.wait()
-
-
-def _runs(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 class Survived(NamedTuple):
