@@ -5,6 +5,7 @@ e2e/test_shrunken_recipes.py.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ import yaml
 from compat.test_recipes import RECIPES, keys
 from erniekit.cli.main import main
 from erniekit.config import load, refuse_later
+from erniekit.recipes.planning import raw_shape
+from erniekit.recipes.shrunken import SMALL_EXPERTS, small_shape
 from support.shipped import ROOT
 
 DATA = Path(__file__).parents[1] / "data" / "migrate"
@@ -71,3 +74,29 @@ def test_a_seeds_job_rehearses_at_full_size(migrated, capsys, name):
     out = capsys.readouterr().out
     assert f"on {ranks} ranks" in out
     assert "all ranks' calls match, and none waits for ever" in out
+
+
+WINT = "examples/configs/ERNIE-4.5-300B-A47B/sft/run_sft_wint8mix_lora_8k.yaml"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "ranks", "rank"), [(WINT, 4, 0), ("ascend_300b_sft.sh", 128, 0), ("ascend_300b_sft.sh", 128, 127)]
+)
+def test_one_rank_of_a_seeds_layout_is_run_for_real(migrated, tmp_path, capsys, monkeypatch, name, ranks, rank):
+    """On a CPU: its layout, precision and adapters as they are, the widths of its model small."""
+    monkeypatch.chdir(ROOT)
+    recipe = name if name == WINT else migrated(name)
+    cfg = load([recipe])
+    layers = cfg.parallel.pipeline_parallel_degree + 4
+    small = {**small_shape(raw_shape(cfg)[0]), **SMALL_EXPERTS, "num_hidden_layers": layers}
+    small |= dict(hidden_size=128, num_attention_heads=16, num_key_value_heads=8, head_dim=16, moe_intermediate_size=64)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**small, "moe_layer_end_index": layers - 1}))
+    words = ["max_seq_len=128", f"model_name_or_path={tmp_path / 'model'}", "device=cpu"]
+    capsys.readouterr()
+    assert main(["rehearse", recipe, "--ranks", str(ranks), "--rank", str(rank), "--micro-batches", "2", *words]) == 0
+    out = capsys.readouterr().out
+    assert f"on {ranks} ranks" in out
+    assert f"memory   rank {rank}:" in out
+    assert "a step of 2 micro-batches" in out

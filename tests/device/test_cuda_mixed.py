@@ -15,7 +15,7 @@ import torch
 
 from erniekit.devices import pick
 from support.mixed_job import Trained, check, train, train_in_rank
-from support.mixed_run import NOTICED_S, STEPS, MixedRun, kill_and_resume, make_models
+from support.mixed_run import NOTICED_S, STEPS, MixedRun, Survived, kill_and_resume, make_models
 from support.ranks import Ranks
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA card")]
@@ -51,7 +51,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, MixedRu
 
 
 @pytest.fixture(scope="module")
-def kills(jobs: dict[str, MixedRun]) -> Iterator[dict[str, Future[tuple[float, int, float]]]]:
+def kills(jobs: dict[str, MixedRun]) -> Iterator[dict[str, Future[Survived]]]:
     """Both at once, each as soon as its job has a checkpoint: steps take milliseconds."""
     with ThreadPoolExecutor() as threads:
         yield {name: threads.submit(kill_and_resume, jobs[name], rank, "cpu") for name, rank in KILLED.items()}
@@ -59,14 +59,14 @@ def kills(jobs: dict[str, MixedRun]) -> Iterator[dict[str, Future[tuple[float, i
 
 @pytest.mark.parametrize("name", KILLED)
 def test_a_side_that_is_killed_is_noticed_and_the_cpu_goes_on_alone(
-    jobs: dict[str, MixedRun], kills: dict[str, Future[tuple[float, int, float]]], name: str
+    jobs: dict[str, MixedRun], kills: dict[str, Future[Survived]], name: str
 ) -> None:
-    noticed, kept, rest = kills[name].result()
-    assert noticed < NOTICED_S
+    survived = kills[name].result()
+    assert survived.noticed_s < NOTICED_S
     jobs["one"].wait()
     got, want = jobs[name].losses(), jobs["one"].losses()
     apart = max(abs(a - b) for a, b in zip(got, want, strict=True))
-    print(f"{name}: noticed in {noticed:.1f} s, resumed from step {kept} in {rest:.1f} s, losses {apart:.1e} apart")
+    print(f"{name}: {survived}, losses {apart:.1e} apart")
     assert len(got) == STEPS
     assert got == pytest.approx(want, abs=LOSS)
 

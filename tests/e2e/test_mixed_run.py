@@ -56,8 +56,7 @@ def test_two_kinds_of_device_train_as_one_process_does(mixed: MixedRun, alone: l
 def test_a_side_that_is_killed_is_noticed_and_the_other_goes_on_alone(
     alone: list[float], mixed: MixedRun, rank: int, left: str
 ) -> None:
-    noticed, _, _ = kill_and_resume(mixed, rank, left)
-    assert noticed < NOTICED_S
+    assert kill_and_resume(mixed, rank, left).noticed_s < NOTICED_S
     assert mixed.losses() == pytest.approx(alone, abs=LOSS)
 
 

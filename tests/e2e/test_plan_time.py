@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 RECIPE = Path(__file__).resolve().parents[2] / "examples/configs/ERNIE-4.5-300B-A47B/sft/run_sft_8k.yaml"
@@ -24,14 +25,16 @@ def test_a_large_cluster_is_planned_in_seconds_and_the_first_line_comes_at_once(
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
         first, at = running.stdout.readline(), time.monotonic() - began
+        until_first = sum(psutil.Process(running.pid).cpu_times()[:2])
         rest = running.stdout.read()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     print(
-        f"{cluster[0]}: first line after {at:.1f} s, {spent:.1f} s of processor time, {time.monotonic() - began:.1f} s"
+        f"{cluster[0]}: first line after {at:.1f} s ({until_first:.2f} s of processor time), all after "
+        f"{time.monotonic() - began:.1f} s ({spent:.1f} s)"
     )
     assert running.returncode == 0
     assert first.startswith("plan ")
     assert "smallest" in rest
-    assert at < 5.0
+    assert until_first < 1.0
     assert spent < most

@@ -82,7 +82,8 @@ def test_it_is_planned_on_the_cluster_of_its_guide(name: str, capsys: pytest.Cap
         assert "tokens/s" in said.out
 
 
-@pytest.mark.parametrize("name", often(TRAINED))
+# Recipes that chat, evaluate or export have a model, a layout and a device, too: a step of theirs is tried.
+@pytest.mark.parametrize("name", often(ALL))
 def test_it_rehearses(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rehearse", *cheap(name, tmp_path)]) == 0
     assert "all ranks' calls match, and none waits for ever" in capsys.readouterr().out

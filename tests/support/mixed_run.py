@@ -5,7 +5,6 @@ Jobs are started together and waited for where their results are read: most of e
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -15,13 +14,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
 from erniekit.demo import tiny
+from support.processes import alive, rank_processes
 
-NOTICED_S = 30.0  # for the side that is left
+NOTICED_S = 30.0  # from the loss of a side until the launcher says so
+ENDED_S = 90.0  # until the side that is left has ended, too: 4 s by itself, 30 s beside 24 other processes on two cores
 ENDS_WITHIN = 600.0  # of a job, beside others on a loaded machine
 STEPS = 24  # long enough that a job is killed in the middle
 KILLED_AFTER = 4  # steps, with a checkpoint
@@ -79,27 +80,20 @@ class MixedRun:
             assert self.process.poll() is None, self.said()[-3000:]
             time.sleep(0.02)
 
-    def kill_rank(self, rank: int) -> float:
-        """Seconds until the rest of the job had ended, with an exit code that says so."""
+    def kill_rank(self, rank: int) -> tuple[float, float]:
+        """Seconds until the launcher says which rank is lost, and until nothing of the job runs any more."""
         assert self.process is not None
-        ranks = self._ranks()
+        ranks = rank_processes(self.process.pid)
         assert ranks.keys() == {"0", "1"}
         ranks[str(rank)].send_signal(signal.SIGKILL)
         struck = time.monotonic()
-        assert self.process.wait(NOTICED_S) != 0, self.said()[-3000:]
-        assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in ranks.values())
-        return time.monotonic() - struck
-
-    def _ranks(self) -> dict[str, psutil.Process]:
-        """By number. What a rank starts has its environment, too."""
-        assert self.process is not None
-        found: dict[str, psutil.Process] = {}
-        for child in psutil.Process(self.process.pid).children(True):
-            with contextlib.suppress(psutil.AccessDenied, psutil.NoSuchProcess):
-                number = child.environ().get("RANK")
-                if number is not None and child.parent() not in found.values():
-                    found.setdefault(number, child)
-        return found
+        while f"rank {rank} was ended by SIGKILL" not in self.said():
+            assert time.monotonic() - struck < NOTICED_S, self.said()[-3000:]
+            time.sleep(0.02)
+        noticed = time.monotonic() - struck
+        assert self.process.wait(ENDED_S) != 0, self.said()[-3000:]
+        assert not any(alive(process.pid) for process in ranks.values())
+        return noticed, time.monotonic() - struck
 
     def checkpoint(self) -> int:
         """The step of the last one."""
@@ -118,16 +112,21 @@ class MixedRun:
             self.process.wait()
 
 
-def kill_and_resume(job: MixedRun, rank: int, device: str) -> tuple[float, int, float]:
-    """The job, started on islands, loses a rank and goes on as one process on `device`: seconds until the loss was
-    noticed, the step it went on from, and seconds that the rest took."""
+class Survived(NamedTuple):
+    noticed_s: float
+    ended_s: float  # of the side that was left, after the loss
+    step: int  # that one process went on from
+    resumed_s: float  # which took so long
+
+
+def kill_and_resume(job: MixedRun, rank: int, device: str) -> Survived:
+    """The job, started on islands, loses a rank and goes on as one process on `device`."""
     job.wait_for_checkpoint(KILLED_AFTER)
-    noticed = job.kill_rank(rank)
+    noticed, ended = job.kill_rank(rank)
     kept = job.checkpoint()
     assert KILLED_AFTER <= kept < STEPS, "killed in the middle"
-    before = len(job.said())
-    began = time.monotonic()
+    before, began = len(job.said()), time.monotonic()
     told = job.start(device=device).wait()[before:]
     assert f"checkpoint-{kept} at step {kept} of {STEPS}" in told
     assert "islands" not in told
-    return noticed, kept, time.monotonic() - began
+    return Survived(noticed, ended, kept, time.monotonic() - began)

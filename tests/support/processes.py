@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+
+import psutil
 
 from support.clock import PATIENCE_S, until
 
@@ -23,3 +26,14 @@ def stopped(pid: int) -> bool:
 def wait_until_gone(*pids: int, seconds: float = PATIENCE_S) -> None:
     """Those that were killed, too: the kernel takes them down when it gets to them."""
     until(lambda: not any(map(alive, pids)), f"{pids} are gone", seconds)
+
+
+def rank_processes(launcher: int) -> dict[str, psutil.Process]:
+    """By the rank's number. What a rank starts (its monitor, its loaders) has its environment, too, and is left out."""
+    found: dict[str, psutil.Process] = {}
+    for child in psutil.Process(launcher).children(recursive=True):
+        with contextlib.suppress(psutil.AccessDenied, psutil.NoSuchProcess):  # compilers come and go
+            number = child.environ().get("RANK")
+            if number is not None and child.parent() not in found.values():
+                found.setdefault(number, child)
+    return found

@@ -195,7 +195,7 @@ class RecordedGroup(dist.ProcessGroup):
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> RecordedWork:
         if _holds_values(tensors[0]):
-            tensors[0].detach().fill_(1)  # torch's stages vote with ones
+            _made_up(tensors[0].detach())
         return self._start("recv", _one(tensors), tensors, peer=self._group.members[peer], tag=tag)
 
     # What older releases of torch call them.
@@ -225,6 +225,12 @@ def _holds_values(x: torch.Tensor) -> bool:
 def _fill(out: torch.Tensor, x: torch.Tensor) -> None:
     if _holds_values(out) and _holds_values(x) and out.shape == x.shape:
         out.detach().copy_(x.detach())
+
+
+def _made_up(x: torch.Tensor) -> None:
+    """What another stage would have sent. Tokens differ: of equal hidden states a router sends all to the same experts,
+    whose rank would then have far more to hold and to compute than in a run. Votes of torch's stages are ones."""
+    x.normal_() if x.is_floating_point() and x.dim() > 1 else x.fill_(1)
 
 
 @contextmanager
