@@ -16,6 +16,7 @@ from erniekit.data.report import DataReport
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch
 from erniekit.losses.dpo import DpoSettings, dpo_loss, metric_names
+from erniekit.losses.own_preference import PairLoss
 from erniekit.parallel.collectives import sum_from
 from erniekit.parallel.engine import Engine, Loss
 from erniekit.parallel.mesh import World
@@ -67,7 +68,7 @@ class DPO(TrainingStage):
     def loss(self, cfg: RunConfig, world: World, step_metrics: StepMetrics | None) -> Loss:
         return partial(
             dpo_loss,
-            settings=settings_of(cfg),
+            settings=settings_of(cfg, self.own_loss if isinstance(self.own_loss, PairLoss) else None),
             step_metrics=step_metrics,
             sum_over_cp=sum_over_cp(world),
             copies=world.layout.cp,
@@ -126,7 +127,7 @@ def train_args(cfg: RunConfig, data: TrainData) -> dict[str, Any]:
     }
 
 
-def settings_of(cfg: RunConfig) -> DpoSettings:
+def settings_of(cfg: RunConfig, own: PairLoss | None = None) -> DpoSettings:
     d = cfg.dpo
     return DpoSettings(
         d.loss_type,
@@ -140,6 +141,7 @@ def settings_of(cfg: RunConfig) -> DpoSettings:
         d.normalize_logps,
         d.reference_free,
         batch_means=cfg.compat.dpo_batch_means,
+        own=own,
     )
 
 

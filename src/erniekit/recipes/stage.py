@@ -20,6 +20,7 @@ from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch
 from erniekit.losses.causal import causal_loss
 from erniekit.losses.own import TokenLoss
+from erniekit.losses.own_preference import PairLoss
 from erniekit.parallel.engine import Engine, Loss
 from erniekit.parallel.mesh import World
 from erniekit.parallel.step_metrics import StepMetrics
@@ -40,7 +41,7 @@ class TrainingStage:
     chats = True  # rows are conversations: the doctor looks at end tokens and at the chat template
     perplexity = True  # the loss is a mean over tokens
     labels_are_tokens = True  # what a batch's labels hold
-    own_loss: TokenLoss | None = None  # what a trained token costs, where it is not its cross-entropy (own_loss.py)
+    own_loss: TokenLoss | PairLoss | None = None  # of the user: what a trained token or a pair costs (own_loss.py)
 
     def separates_documents(self, cfg: RunConfig) -> bool:
         """Whether documents that share a row must not see each other."""

@@ -150,7 +150,9 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
             max_steps=data.max_steps,
             packs_per_step=data.packs_per_step,
             hooks=hooks,
-            guard=FiniteGuard(cfg.train.max_bad_steps, partial(failed_in, built.engine) if stage.own_loss else None),
+            guard=FiniteGuard(
+                cfg.train.max_bad_steps, partial(failed_in, built.engine, stage.own_loss) if stage.own_loss else None
+            ),
             signals=signals,
             roll_back=lambda s: resume.roll_back(saver, s, disks),
         )
