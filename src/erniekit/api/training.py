@@ -137,7 +137,8 @@ def _with_loss(cfg: RunConfig, loss: OwnLoss) -> RunConfig:
 def _with_classes(cfg: RunConfig, rows: GivenRows) -> RunConfig:
     """They decide what is built, before the run's folder holds the rows."""
     with rows.as_file() as file:
-        classes = read_classes(cfg, [file])
+        given = cfg.data.train_dataset_type
+        classes = read_classes(cfg, [file], [None if name == "auto" else name for name in given])
     return cfg.derive(Note("class_labels", (), classes, "those of the given rows", quiet=True))
 
 

@@ -251,7 +251,7 @@ def cache_key(job: TokeniseJob, content: str) -> str:
         "pairs": asdict(job.pairs) if job.pairs else None,
         **({"columns": job.columns} if job.columns else {}),
         **job.more_key(),
-        **_reader_key(job.format, FORMATS if job.pairs is None else PREFERENCE_FORMATS),
+        **_reader_key(job.format, job.formats),
     }
     return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16).hexdigest()
 

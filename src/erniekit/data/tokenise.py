@@ -21,7 +21,7 @@ import numpy as np
 from erniekit import heartbeat
 from erniekit.data.assemble import Assembled, Dropped, assemble
 from erniekit.data.chunks import COUNTED, Arrays, Chunk, MoreFiles
-from erniekit.data.formats import parse, parse_pair, rows
+from erniekit.data.formats import FORMATS, PREFERENCE_FORMATS, parse, parse_pair, rows
 from erniekit.data.formats.columns import Columns
 from erniekit.data.formats.files import file_encoding
 from erniekit.data.long_rows import LongRow
@@ -38,6 +38,7 @@ from erniekit.data.types import IGNORE, UNREADABLE, Conversation, RowProblem, Sa
 from erniekit.errors import DataError, ErnieKitError
 from erniekit.printable import fault_of
 from erniekit.progress import WorkProgress
+from erniekit.registry import Registry
 
 CHUNK_ROWS = 2000
 CHUNK_BYTES = 4 << 20  # rows of a megabyte each must not pile up
@@ -65,6 +66,11 @@ class TokeniseJob:
     def two_forms(self) -> bool:
         """Rows with a system text have a second form without it (see compat.py)."""
         return self.compat
+
+    @property
+    def formats(self) -> Registry:
+        """The table that `format` is a name of."""
+        return FORMATS if self.pairs is None else PREFERENCE_FORMATS
 
     def work(self, batch: Rows) -> Chunk:
         return tokenise_rows(batch, self)

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from erniekit.api_load import find_model
 from erniekit.config import RunConfig, need
-from erniekit.data.classification import ClassifyJob
+from erniekit.data.classification import class_rows
 from erniekit.data.collate import collate
 from erniekit.data.report import DataReport
-from erniekit.data.token_cache import RowKind, TokenSource
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch
 from erniekit.losses.scores import CLASS_METRICS, class_loss
@@ -57,7 +56,7 @@ class Classifier(ScoringStage):
 
 
 def rows_of(classes: tuple[str, ...]) -> DataRows:
-    return DataRows(None, collate, RowKind("classes", partial(ClassifyJob, classes=classes), TokenSource))
+    return DataRows(None, collate, class_rows(classes))
 
 
 STAGE = Classifier()

@@ -19,7 +19,7 @@ from erniekit.data.report import DataReport
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch
 from erniekit.data.unpaired_collate import collate_unpaired
-from erniekit.data.unpaired_source import UNPAIRED
+from erniekit.data.unpaired_source import unpaired_rows
 from erniekit.errors import ConfigError
 from erniekit.losses.kto import METRICS, KtoSettings, kto_loss
 from erniekit.parallel.engine import Engine, Loss
@@ -120,7 +120,7 @@ class Baseline(Reference):
 
 
 def rows_of(cfg: RunConfig) -> DataRows:
-    return DataRows(pair_rules(cfg), collate_unpaired, UNPAIRED)
+    return DataRows(pair_rules(cfg), collate_unpaired, unpaired_rows)
 
 
 STAGE = KTO()

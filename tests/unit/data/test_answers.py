@@ -15,7 +15,7 @@ from erniekit.data.formats.unpaired import unpaired
 from erniekit.data.preference import PairRules
 from erniekit.data.reward import reward_rows
 from erniekit.data.types import RowProblem
-from erniekit.data.unpaired_source import UNPAIRED
+from erniekit.data.unpaired_source import unpaired_rows
 from support.jsonl import write_jsonl
 
 TOOL = {"type": "function", "function": {"name": "depth", "parameters": {"type": "object", "properties": {}}}}
@@ -167,7 +167,7 @@ def test_a_judged_answer_of_any_format_is_that_of_its_messages_row(name: str, op
     other = {"prompt": "the river?", "completion": "quiet", "label": False}
     rows = [[{**one, "label": True}, other] for one in (JUDGED[name], ONE)]
     paths = [write_jsonl(tmp_path / f"{i}.jsonl", one) for i, one in enumerate(rows)]
-    ours, theirs = (samples(opened, path, pairs=PairRules(256), kind=UNPAIRED) for path in paths)
+    ours, theirs = (samples(opened, path, pairs=PairRules(256), kind=unpaired_rows) for path in paths)
     assert ours == theirs
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from erniekit.data.formats import alpaca, erniekit, messages, sharegpt
+from erniekit.data.formats import PREFERENCE_FORMATS, alpaca, erniekit, messages, sharegpt
 from erniekit.data.formats.answers import beside
+from erniekit.data.formats.detection import guess_pair
 from erniekit.data.formats.fields import BadRow, flag, is_preference, named, require
 from erniekit.data.formats.message import MessageReader
 from erniekit.data.formats.pairs import SIDES
@@ -77,8 +78,5 @@ def _twice(row: dict[str, Any], field: str) -> dict[str, Any]:
 
 
 def _preference(row: dict[str, Any]) -> Preference:
-    if "response" in row and "sort" in row:
-        return erniekit.preference(row, False)
-    if row.get("instruction") is not None:
-        return alpaca.preference(row, False)
-    return messages.preference(row, False)
+    pair: Preference = PREFERENCE_FORMATS.get(guess_pair(row).format)(row, False)
+    return pair
