@@ -30,8 +30,9 @@ class InstalledPlugin:
 
 
 def plugins() -> list[InstalledPlugin]:
-    """Every entry point of the groups erniekit.models, .formats, .preference_formats, .unpaired_formats, .class_formats,
-    .losses, .preference_losses, .trackers, .devices and .weight_kinds, loaded to see whether it works."""
+    """Every entry point of the groups erniekit.models, .formats, .preference_formats, .unpaired_formats,
+    .class_formats, .losses, .preference_losses, .trackers, .devices and .weight_kinds, loaded to see whether it
+    works."""
     out = []
     for table in TABLES:
         usable = table.installed()

@@ -62,7 +62,7 @@ def class_name(value: Any) -> str:
 def classes_in(
     files: Sequence[str | Path], columns: Columns = (), formats: Sequence[str | None] = ()
 ) -> tuple[str, ...]:
-    """Of all rows that can be read, whole numbers by size, names by the alphabet. formats: one for each file, or none."""
+    """Of all rows that can be read, whole numbers by size, names by the alphabet. formats: one a file, or none."""
     found: set[str] = set()
     for file, format in zip(files, formats or [None] * len(files)):
         read = reader_of(CLASS_FORMATS, sole_format(CLASS_FORMATS, format))

@@ -20,6 +20,7 @@ import numpy as np
 from erniekit import heartbeat
 from erniekit.data.tokenise import BAD_ROWS, IDS, LABELS
 from erniekit.errors import DataError
+from erniekit.files.part_file import part_file
 from erniekit.files.unwritable import way_out
 
 ENDS, KEYS = "ends.bin", "keys.bin"  # int64 [samples]: tokens up to its end; uint64 [rows, 2]: line, quality.py's key
@@ -152,9 +153,8 @@ class StreamStore:
         return True
 
     def _commit(self, progress: StreamState) -> None:
-        part = self.folder / f"{STATE}.part"
-        part.write_text(json.dumps(asdict(progress)), encoding="utf-8")
-        os.replace(part, self.folder / STATE)
+        with part_file(self.folder / STATE) as out:  # not synced: what a power failure damages is read again
+            out.write(json.dumps(asdict(progress)))
         self.progress = progress
 
     def _unwritable(self, error: OSError) -> DataError:

@@ -16,7 +16,7 @@ from erniekit.data import buckets
 from erniekit.data.collate import collate
 from erniekit.data.compat import CompatEvalOrder, CompatOrder, CompatPackStream, CompatPairStream
 from erniekit.data.embedding_noise import NoiseMaker
-from erniekit.data.formats.columns import Columns, as_columns
+from erniekit.data.formats.columns import as_columns
 from erniekit.data.loader import BatchLoader
 from erniekit.data.mix import SampleOrder
 from erniekit.data.pack import PackStream
@@ -24,7 +24,7 @@ from erniekit.data.preference import PairRules
 from erniekit.data.preference_collate import collate_pairs
 from erniekit.data.staged import LENGTH, StagedPacks, difficulties
 from erniekit.data.stream_source import StreamSource
-from erniekit.data.token_cache import RowKind, TokenSource, open_sources
+from erniekit.data.token_cache import KindOf, RowRules, TokenSource, open_sources
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch, Pack
 from erniekit.errors import ConfigError
@@ -154,7 +154,7 @@ class DataRows(NamedTuple):
     pairs: PairRules | None
     collate: Callable[..., Batch] = collate_pairs
     # Or by file, format and columns; None: preferences.
-    kind: RowKind | Callable[[str | Path, str | None, Columns], RowKind] | None = None
+    kind: KindOf | None = None
 
 
 def open_data(plan: RunPlan, tokenizer: Tokenizer, output: Path, rows: DataRows | None = None) -> TrainData:
@@ -333,6 +333,20 @@ def every(strategy: str, steps: int, steps_per_epoch: int) -> int:
     return {"no": 0, "steps": steps, "epoch": steps_per_epoch}[strategy]
 
 
+def row_rules(cfg: RunConfig, rows: DataRows | None = None) -> RowRules:
+    d = cfg.data
+    words: Any = (d.overlong, d.train_thinking)  # config/ has checked that they are among those there are
+    return RowRules(
+        d.max_seq_len,
+        words[0],
+        cfg.compat.erniekit_rows,
+        None if rows is None else rows.pairs,
+        words[1],
+        as_columns(d.columns, cfg.origin("columns")),
+        None if rows is None else rows.kind,
+    )
+
+
 def sources_for(
     cfg: RunConfig, which: str, tokenizer: Tokenizer, bad_rows: Path | None, rows: DataRows | None = None
 ) -> list[TokenSource]:
@@ -343,13 +357,7 @@ def sources_for(
         [file.path for file in files],
         formats,
         tokenizer,
-        max_seq_len=d.max_seq_len,
-        overlong=d.overlong,
-        thinking=d.train_thinking,
-        pairs=None if rows is None else rows.pairs,
-        kind=None if rows is None else rows.kind,
-        columns=as_columns(d.columns, cfg.origin("columns")),
-        compat=cfg.compat.erniekit_rows,
+        row_rules(cfg, rows),
         cache_dir=d.cache_dir,
         num_proc=d.dataset_num_proc,
         max_bad_fraction=1.0 if cfg.compat.ignores_bad_rows else d.max_bad_fraction,

@@ -9,11 +9,10 @@ import hashlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from erniekit.config import RunConfig
 from erniekit.data.collate import collate
-from erniekit.data.formats.columns import as_columns
 from erniekit.data.storage import DatasetFile
 from erniekit.data.stream_order import StreamOrder, StreamPacks
 from erniekit.data.stream_source import StreamSource, stream_fingerprint
@@ -24,7 +23,7 @@ from erniekit.data.tokenizer import Tokenizer
 from erniekit.files.cache_folder import default_cache_dir
 from erniekit.log import say
 from erniekit.recipes.dataset_files import dataset_files
-from erniekit.recipes.datasets import TrainData, counted, evaluation_sources, need_training_data
+from erniekit.recipes.datasets import TrainData, counted, evaluation_sources, need_training_data, row_rules
 from erniekit.recipes.run_plan import RunPlan
 
 
@@ -64,11 +63,10 @@ def _source(
     d = cfg.data
     paths, format = [str(file.path) for file, _ in found], found[0][1]
 
-    rules: dict[str, Any] = dict(max_seq_len=d.max_seq_len, overlong=d.overlong, thinking=d.train_thinking)
-    columns = as_columns(d.columns, cfg.origin("columns"))
+    rules = row_rules(cfg)
 
     def job_of(path: str) -> TokeniseJob:
-        return row_job(path, format, tokenizer, columns=columns, **rules)
+        return row_job(path, format, tokenizer, rules)
 
     fingerprint = stream_fingerprint(paths, partial(cache_key, job_of(paths[0])))
     # A run's own: another would have to wait until this one reads on.

@@ -16,7 +16,6 @@ from erniekit.config import load
 from erniekit.data.classification import class_rows, classes_in
 from erniekit.data.formats import FORMATS
 from erniekit.data.preference import PairRules
-from erniekit.data.token_cache import open_source
 from erniekit.data.tokenizer import load_tokenizer
 from erniekit.data.unpaired_source import unpaired_rows
 from erniekit.devices import pick
@@ -25,6 +24,7 @@ from erniekit.loss_table import TOKEN_LOSSES
 from erniekit.models import MODELS
 from erniekit.track import TRACKERS
 from support.jsonl import write_jsonl
+from support.sources import open_source
 
 from .conftest import KEYS
 

@@ -22,11 +22,11 @@ from erniekit.data.pack import PackStream
 from erniekit.data.preference import PairRules
 from erniekit.data.pretrain import PretrainData
 from erniekit.data.text_job import TextJob
-from erniekit.data.token_cache import open_source
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.vision.job import open_vision_source
 from support import seen
 from support.jsonl import write_jsonl
+from support.sources import open_source
 
 # Never edit a line: add one, with the raised number.
 RECORDED = {

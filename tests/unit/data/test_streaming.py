@@ -16,9 +16,10 @@ from erniekit.data.pack import PackStream
 from erniekit.data.stream_order import StreamOrder, StreamPacks
 from erniekit.data.stream_source import StreamSource, stream_fingerprint
 from erniekit.data.stream_store import IDS, StreamStore
-from erniekit.data.token_cache import cache_key, row_job
+from erniekit.data.token_cache import cache_key
 from erniekit.errors import DataError
 from support.jsonl import write_jsonl
+from support.sources import row_job
 
 SIZES = (42, 25)
 CHUNK = 8
