@@ -25,7 +25,7 @@ from erniekit.data.report import SHOWN_LINES, DataReport
 from erniekit.data.row_workers import Rows
 from erniekit.data.storage import located
 from erniekit.data.stream_store import ENDS, KEYS, StreamState, StreamStore
-from erniekit.data.tokenise import BAD_ROWS, IDS, LABELS, TokeniseJob, add_counts, cut, whole_rows
+from erniekit.data.tokenise import BAD_ROWS, IDS, LABELS, TokeniseJob, add_counts, cut
 from erniekit.data.types import RowProblem, Sample
 from erniekit.errors import DataError
 from erniekit.files import OwnedFiles, own, settle
@@ -73,11 +73,21 @@ class StreamSource:
 
     def require(self, count: int) -> bool:
         """Read on until there are so many samples. False: the source ends before."""
-        progress = self._store.progress
-        if progress.samples >= count:
+        return self._read_until(lambda progress: progress.samples >= count)
+
+    def require_tokens(self, count: int) -> bool:
+        """Read on until the samples have so many tokens together. False: the source ends before."""
+        return self._read_until(lambda progress: progress.tokens >= count)
+
+    @property
+    def read_tokens(self) -> int:
+        return self._store.look().tokens
+
+    def _read_until(self, enough: Callable[[StreamState], bool]) -> bool:
+        if enough(self._store.progress):
             return True
         with self._reading:
-            while (progress := self._store.look()).samples < count:
+            while not enough(progress := self._store.look()):
                 if progress.ended:
                     self._check(progress)
                     return False
@@ -148,7 +158,7 @@ class StreamSource:
             path = self.files[number]
             job = self._first if number == 0 else self._job_of(path)
             stored = located(path)
-            before, lines = stored.stamp(), whole_rows(path)
+            before, lines = stored.stamp(), job.rows()
             for _ in range(at.taken if number == at.file else 0):
                 next(lines, None)
                 heartbeat.beat()

@@ -75,6 +75,10 @@ class TokeniseJob:
     def work(self, batch: Rows) -> Chunk:
         return tokenise_rows(batch, self)
 
+    def rows(self) -> Iterator[tuple[int, Any]]:
+        """Of its file, with the number of each."""
+        return whole_rows(self.path)
+
     def more_files(self, folder: Path) -> MoreFiles | None:
         """Beside ids and labels."""
         return None
@@ -257,7 +261,7 @@ class Writer:
 
 def tokenise_file(job: TokeniseJob, folder: Path, num_proc: int, expected_rows: int | None = None) -> DataReport:
     """Fill `folder` from `job.path`; only a few chunks per core are in memory at a time."""
-    chunks = cut(whole_rows(job.path), job.chunk_rows)
+    chunks = cut(job.rows(), job.chunk_rows)
     head = list(islice(chunks, 2))
     if len(head) < 2 or num_proc < 2:  # a worker's start would cost more than it saves
         made: Iterable[Chunk] = (job.work(batch) for batch in chain(head, chunks))

@@ -60,6 +60,11 @@ class TrainData:
     sizes: np.ndarray | None = None  # tokens of the first micro-batches, padding apart, where rows are joined
 
     @property
+    def is_streamed(self) -> bool:
+        """Whether its rows are read while the run trains."""
+        return any(isinstance(source, StreamSource) for source in self.sources)
+
+    @property
     def usual_size(self) -> float:
         """Tokens of a joined micro-batch, padding too."""
         assert self.sizes is not None

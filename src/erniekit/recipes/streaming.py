@@ -79,7 +79,7 @@ def _source(
 def report_read_rows(data: TrainData, output: Path) -> bool:
     """At the end of a run, what it has read: on screen, and its bad rows as a file; the samples go. False: the run had
     read all before it began."""
-    if not isinstance(data.stream, StreamPacks):
+    if not data.is_streamed:
         return False
     lines = [line for source in data.sources for line in source.report.lines()]
     for k, line in enumerate(lines):
