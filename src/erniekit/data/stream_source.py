@@ -14,18 +14,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from threading import RLock
+from typing import Any
 
 import numpy as np
 
 from erniekit import heartbeat
 from erniekit.data.chunks import Chunk
-from erniekit.data.formats.files import file_encoding
+from erniekit.data.formats.files import RowPlace, file_encoding
 from erniekit.data.quality import repeated
 from erniekit.data.report import SHOWN_LINES, DataReport
 from erniekit.data.row_workers import Rows
 from erniekit.data.storage import located
 from erniekit.data.stream_store import ENDS, KEYS, StreamState, StreamStore
-from erniekit.data.tokenise import BAD_ROWS, IDS, LABELS, TokeniseJob, add_counts, cut
+from erniekit.data.tokenise import BAD_ROWS, IDS, LABELS, TokeniseJob, add_counts, cut, readable
 from erniekit.data.types import RowProblem, Sample
 from erniekit.errors import DataError
 from erniekit.files import OwnedFiles, own, settle
@@ -33,6 +34,19 @@ from erniekit.files import OwnedFiles, own, settle
 CHUNK_ROWS = 64  # read and tokenised at once: what a loader's thread is away for
 _POLL_S = 0.05
 JobOf = Callable[[str], TokeniseJob]
+
+
+class Placed:
+    """Rows, and the place behind the last of them that was asked for."""
+
+    def __init__(self, rows: Iterator[tuple[int, Any, RowPlace | None]]) -> None:
+        self._rows = rows
+        self.place: RowPlace | None = None
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        for number, raw, place in self._rows:
+            self.place = place
+            yield number, raw
 
 
 class StreamSource:
@@ -52,7 +66,7 @@ class StreamSource:
         self._job_of, self._store, self._max_bad = job_of, store, max_bad_fraction
         self._first = job_of(self.files[0])  # a file that cannot be read is an error of the start
         self._encoding = file_encoding(self.files[0]).said()
-        self._chunks: Iterator[tuple[int, Rows, TokeniseJob] | int] | None = None
+        self._chunks: Iterator[tuple[int, Rows, TokeniseJob, RowPlace | None] | int] | None = None
         self._reading = RLock()
         self._report: tuple[tuple[int, bool], DataReport] | None = None
 
@@ -144,26 +158,33 @@ class StreamSource:
         after = copy.deepcopy(self._store.progress)
         part = next(self._chunks)
         if isinstance(part, int):
-            after.file, after.taken, after.ended = part, 0, part == len(self.files)
+            after.file, after.taken, after.place, after.ended = part, 0, None, part == len(self.files)
             self._store.append({}, after)
         else:
-            number, rows, job = part
-            after.file, after.taken = number, after.taken + len(rows)
+            number, rows, job, place = part
+            after.file, after.taken, after.place = number, after.taken + len(rows), place and (place.offset, place.row)
             self._store.append(self._added(job.work(rows), job, after), after)
         self._check(after)
 
-    def _chunks_from(self, at: StreamState) -> Iterator[tuple[int, Rows, TokeniseJob] | int]:
-        """Chunks of rows with the number of their file; after the last of a file, the number of the next."""
+    def _chunks_from(self, at: StreamState) -> Iterator[tuple[int, Rows, TokeniseJob, RowPlace | None] | int]:
+        """Chunks of rows with the number of their file, and the place behind them; after the last of a file, the number
+        of the next. Rows that were taken before are passed over, unless their source can be read from there on."""
         for number in range(at.file, len(self.files)):
             path = self.files[number]
             job = self._first if number == 0 else self._job_of(path)
             stored = located(path)
-            before, lines = stored.stamp(), job.rows()
-            for _ in range(at.taken if number == at.file else 0):
+            before = stored.stamp()
+            taken, place = (at.taken, at.place) if number == at.file else (0, None)
+            after = RowPlace(*place) if place is not None else None
+            if after is not None and not job.can_go_on(after):
+                after = None
+            found = Placed(job.rows(after))
+            lines = readable(found, path)
+            for _ in range(taken if after is None else 0):
                 next(lines, None)
                 heartbeat.beat()
             for rows in cut(lines, CHUNK_ROWS):
-                yield number, rows, job
+                yield number, rows, job, found.place
             if before != stored.stamp():
                 raise DataError("dataset changed while it was read", where=path, fix="start again once it is whole")
             yield number + 1

@@ -37,6 +37,7 @@ class StreamState:
     tokens: int = 0
     file: int = 0  # of the source's files, the one being read
     taken: int = 0  # rows of that file
+    place: tuple[int, int] | None = None  # behind them, as RowPlace, where its source can be read from there on
     ended: bool = False
     sizes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FILES, 0))  # bytes that count
     checks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FILES, 0))  # crc32 of them

@@ -22,6 +22,7 @@ import numpy as np
 from erniekit.data import cache_versions
 from erniekit.data.chunks import Arrays, Chunk
 from erniekit.data.documents import DocumentPiece, DocumentRows
+from erniekit.data.formats.files import RowPlace
 from erniekit.data.pack import Members
 from erniekit.data.pretrain import Blend, RowStream
 from erniekit.data.row_workers import Rows
@@ -48,18 +49,26 @@ class StreamTextJob(TokeniseJob):
     def of(cls, path: str, tokenizer: Any, json_key: str) -> StreamTextJob:
         return cls(path, "text", tokenizer, 0, "truncate", False, json_key=json_key)
 
-    def rows(self) -> Iterator[tuple[int, Any]]:
-        if is_remote(as_place(self.path)):
+    def rows(self, after: RowPlace | None = None) -> Iterator[tuple[int, Any, RowPlace | None]]:
+        if self._is_remote:
             if self.path.split("?")[0].lower().removesuffix(".gz").endswith(".txt"):
                 raise DataError(
                     "a .txt is divided into documents from a file of this machine",
                     where=self.path,
                     fix="copy it here, or give it as .jsonl with `text`",
                 )
-            yield from super().rows()
+            yield from super().rows(after)
             return
-        for found in documents(Path(self.path), Place()):
-            yield found.row, found.raw
+        begin = Place() if after is None else Place(0, *after)
+        for found in documents(Path(self.path), begin):
+            yield found.row, found.raw, RowPlace(found.after.offset, found.after.row)
+
+    def can_go_on(self, after: RowPlace) -> bool:
+        return super().can_go_on(after) if self._is_remote else True  # documents() finds its places itself
+
+    @property
+    def _is_remote(self) -> bool:
+        return is_remote(as_place(self.path))
 
     def work(self, batch: Rows) -> Chunk:
         made = TextJob(self.tokenizer, self.json_key).work(batch)

@@ -23,7 +23,7 @@ from erniekit.data.assemble import Assembled, Dropped, assemble
 from erniekit.data.chunks import COUNTED, Arrays, Chunk, MoreFiles
 from erniekit.data.formats import FORMATS, PREFERENCE_FORMATS, parse, parse_pair, rows
 from erniekit.data.formats.columns import Columns
-from erniekit.data.formats.files import file_encoding
+from erniekit.data.formats.files import RowPlace, can_go_on, file_encoding, placed_rows
 from erniekit.data.long_rows import LongRow
 from erniekit.data.preference import PARTS, PairRules, Preference
 from erniekit.data.preference_assemble import assemble_pair
@@ -75,9 +75,12 @@ class TokeniseJob:
     def work(self, batch: Rows) -> Chunk:
         return tokenise_rows(batch, self)
 
-    def rows(self) -> Iterator[tuple[int, Any]]:
-        """Of its file, with the number of each."""
-        return whole_rows(self.path)
+    def rows(self, after: RowPlace | None = None) -> Iterator[tuple[int, Any, RowPlace | None]]:
+        """Of its file, with the number of each and the place behind it, where there is one to go on at."""
+        return placed_rows(self.path, after)
+
+    def can_go_on(self, after: RowPlace) -> bool:
+        return can_go_on(self.path, after)
 
     def more_files(self, folder: Path) -> MoreFiles | None:
         """Beside ids and labels."""
@@ -261,7 +264,7 @@ class Writer:
 
 def tokenise_file(job: TokeniseJob, folder: Path, num_proc: int, expected_rows: int | None = None) -> DataReport:
     """Fill `folder` from `job.path`; only a few chunks per core are in memory at a time."""
-    chunks = cut(job.rows(), job.chunk_rows)
+    chunks = cut(whole_rows(job.path), job.chunk_rows)
     head = list(islice(chunks, 2))
     if len(head) < 2 or num_proc < 2:  # a worker's start would cost more than it saves
         made: Iterable[Chunk] = (job.work(batch) for batch in chain(head, chunks))
@@ -281,10 +284,14 @@ def tokenise_file(job: TokeniseJob, folder: Path, num_proc: int, expected_rows: 
 
 
 def whole_rows(path: str) -> Iterator[tuple[int, Any]]:
-    """Rows to the end of the data. Of a remote file a part is not taken for the whole: a connection that is lost would
-    look like its end."""
+    """Rows to the end of the data."""
+    return readable(rows(path), path)
+
+
+def readable(found: Iterable[tuple[int, Any]], path: str) -> Iterator[tuple[int, Any]]:
+    """Of a remote file a part is not taken for the whole: a connection that is lost would look like its end."""
     remote = is_remote(as_place(path))
-    for number, raw in rows(path):
+    for number, raw in found:
         if remote and isinstance(raw, RowProblem) and raw.kind == UNREADABLE:
             raise DataError(
                 f"row {number:,}: {raw.reason}",
