@@ -21,11 +21,12 @@ import numpy as np
 from erniekit import heartbeat
 from erniekit.data.chunks import Chunk
 from erniekit.data.formats.files import RowPlace, file_encoding
+from erniekit.data.preference import PARTS, PairSample
 from erniekit.data.quality import repeated
 from erniekit.data.report import SHOWN_LINES, DataReport
 from erniekit.data.row_workers import Rows
 from erniekit.data.storage import located
-from erniekit.data.stream_store import ENDS, KEYS, StreamState, StreamStore
+from erniekit.data.stream_store import ENDS, KEYS, PARTS_OF, StreamState, StreamStore
 from erniekit.data.tokenise import BAD_ROWS, IDS, LABELS, TokeniseJob, add_counts, cut, readable
 from erniekit.data.types import RowProblem, Sample
 from erniekit.errors import DataError
@@ -204,6 +205,7 @@ class StreamSource:
             IDS: made.ids.astype(np.int32).tobytes(),
             LABELS: made.labels.astype(np.int32).tobytes(),
             ENDS: ends.tobytes(),
+            PARTS_OF: made.parts.tobytes(),
             KEYS: np.array(chunk.keys, np.uint64).reshape(-1, 2).tobytes(),
             BAD_ROWS: "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in problems).encode(),
         }
@@ -220,7 +222,10 @@ class StreamSource:
 
     def _reported(self, progress: StreamState) -> DataReport:
         report, read = self._stored_report(progress), self._store.read
-        report.measure(np.diff(read(ENDS, np.int64, 0, progress.samples), prepend=0))
+        lengths = np.diff(read(ENDS, np.int64, 0, progress.samples), prepend=0)
+        report.measure(lengths)
+        if self._first.pairs is not None:
+            self._first.measure(report, lengths, read(PARTS_OF, PARTS, 0, progress.samples))
         keys = read(KEYS, np.uint64, 0, progress.sizes[KEYS] // 8).reshape(-1, 2)
         same = repeated(keys[:, 1], keys[:, 0])
         report.duplicates, report.first_duplicates = len(same), same[:SHOWN_LINES]
@@ -234,6 +239,14 @@ class StreamSource:
         report = self._stored_report(progress)
         if progress.ended or report.bad_rows > max(1.0 if self._max_bad else 0.0, self._max_bad * report.rows):
             self._reported(progress).check(self._max_bad, self._store.folder / BAD_ROWS)
+
+
+class PairStream(StreamSource):
+    """Preference pairs that are read while a run trains."""
+
+    def sample(self, index: int) -> PairSample:
+        row = super().sample(index)
+        return PairSample(row.ids, row.labels, *self._store.read(PARTS_OF, PARTS, index, 1)[0].item())
 
 
 def stream_fingerprint(files: Sequence[str], key_of: Callable[[str], str]) -> str:

@@ -24,7 +24,8 @@ from erniekit.files.part_file import part_file
 from erniekit.files.unwritable import way_out
 
 ENDS, KEYS = "ends.bin", "keys.bin"  # int64 [samples]: tokens up to its end; uint64 [rows, 2]: line, quality.py's key
-FILES = (IDS, LABELS, ENDS, KEYS, BAD_ROWS)
+PARTS_OF = "parts.bin"  # preference.PARTS [samples], of pairs
+FILES = (IDS, LABELS, ENDS, KEYS, PARTS_OF, BAD_ROWS)
 STATE, CLAIMED, LOCK = "state.json", "state.claimed.json", "lock"
 _READ = 1 << 20
 

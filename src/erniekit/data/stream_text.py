@@ -122,7 +122,7 @@ class _Ends(Sequence[int]):
         return self._source.end_of(document)
 
 
-class Block(NamedTuple):
+class DocumentBlock(NamedTuple):
     """Consecutive documents in the order of a pass; others before and behind them do not change their place."""
 
     bounds: np.ndarray  # int64 [documents + 1]: tokens of the pass before each
@@ -148,7 +148,7 @@ class StreamRows(DocumentRows):
         self.source, self.max_seq_len = source, max_seq_len
         self.seed, self.number, self.shuffle, self.masked = seed, number, shuffle, masked
         self.vocab_size, self.block = vocab_size, block if shuffle else _IN_ORDER
-        self._blocks: OrderedDict[tuple[int, int], Block] = OrderedDict()
+        self._blocks: OrderedDict[tuple[int, int], DocumentBlock] = OrderedDict()
         self._lock = RLock()
         source.rows = self
 
@@ -186,7 +186,7 @@ class StreamRows(DocumentRows):
                     yield DocumentPiece(start, size, begin + size < int(bounds[at + 1]))
                 begin, at = begin + size, at + 1
 
-    def _block(self, epoch: int, number: int) -> Block:
+    def _block(self, epoch: int, number: int) -> DocumentBlock:
         epoch = epoch if self.shuffle else 0  # file order is the same in each
         with self._lock:
             if (epoch, number) in self._blocks:
@@ -204,7 +204,7 @@ class StreamRows(DocumentRows):
                     self._blocks.popitem(last=False)
         return made
 
-    def _made(self, epoch: int, number: int, first: int, count: int) -> Block:
+    def _made(self, epoch: int, number: int, first: int, count: int) -> DocumentBlock:
         before = self.source.end_of(first - 1)
         ends = self.source.ends(first, count)
         starts = np.concatenate([[before], ends[:-1]])
@@ -213,7 +213,7 @@ class StreamRows(DocumentRows):
             seed = np.frombuffer(self._digest(epoch, f"block {number}"), np.uint32)
             order = np.random.RandomState(seed).permutation(count)
             starts, lengths = starts[order], lengths[order]
-        return Block(before + np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]), starts)
+        return DocumentBlock(before + np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]), starts)
 
     def _read(self, start: int, count: int) -> np.ndarray:
         read = self.source.tokens(start, count)

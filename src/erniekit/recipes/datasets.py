@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -16,20 +16,19 @@ from erniekit.data import buckets
 from erniekit.data.collate import collate
 from erniekit.data.compat import CompatEvalOrder, CompatOrder, CompatPackStream, CompatPairStream
 from erniekit.data.embedding_noise import NoiseMaker
-from erniekit.data.formats.columns import as_columns
 from erniekit.data.loader import BatchLoader
 from erniekit.data.mix import SampleOrder
 from erniekit.data.pack import PackStream
-from erniekit.data.preference import PairRules
 from erniekit.data.preference_collate import collate_pairs
 from erniekit.data.staged import LENGTH, StagedPacks, difficulties
 from erniekit.data.stream_source import StreamSource
-from erniekit.data.token_cache import KindOf, RowRules, TokenSource, open_sources
+from erniekit.data.token_cache import TokenSource, open_sources
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch, Pack
 from erniekit.errors import ConfigError
 from erniekit.log import say
 from erniekit.parallel.mesh import World
+from erniekit.recipes.data_rows import DataRows, row_rules
 from erniekit.recipes.dataset_files import dataset_files, file_shares
 from erniekit.recipes.run_plan import RunPlan
 
@@ -151,15 +150,6 @@ class TrainData:
             noise=self.noise,
             **self.padding(cfg),
         )
-
-
-class DataRows(NamedTuple):
-    """Rows other than conversations, and how packs of them become a batch."""
-
-    pairs: PairRules | None
-    collate: Callable[..., Batch] = collate_pairs
-    # Or by file, format and columns; None: preferences.
-    kind: KindOf | None = None
 
 
 def open_data(plan: RunPlan, tokenizer: Tokenizer, output: Path, rows: DataRows | None = None) -> TrainData:
@@ -336,20 +326,6 @@ def accumulation_by_size(samples: int, packs: int, packs_at_once: int) -> int:
 def every(strategy: str, steps: int, steps_per_epoch: int) -> int:
     """Steps between two of something; 0 means never on schedule."""
     return {"no": 0, "steps": steps, "epoch": steps_per_epoch}[strategy]
-
-
-def row_rules(cfg: RunConfig, rows: DataRows | None = None) -> RowRules:
-    d = cfg.data
-    words: Any = (d.overlong, d.train_thinking)  # config/ has checked that they are among those there are
-    return RowRules(
-        d.max_seq_len,
-        words[0],
-        cfg.compat.erniekit_rows,
-        None if rows is None else rows.pairs,
-        words[1],
-        as_columns(d.columns, cfg.origin("columns")),
-        None if rows is None else rows.kind,
-    )
 
 
 def sources_for(

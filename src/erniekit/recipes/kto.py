@@ -26,7 +26,8 @@ from erniekit.parallel.engine import Engine, Loss
 from erniekit.parallel.mesh import World
 from erniekit.parallel.step_metrics import StepMetrics
 from erniekit.recipes.built import Built
-from erniekit.recipes.datasets import DataRows, TrainData, open_data
+from erniekit.recipes.data_rows import DataRows
+from erniekit.recipes.datasets import TrainData, open_data
 from erniekit.recipes.dpo import pair_rules, sum_over_cp
 from erniekit.recipes.reference import Reference, make_reference
 from erniekit.recipes.run_plan import RunPlan

@@ -26,10 +26,11 @@ from erniekit.parallel.mesh import World
 from erniekit.parallel.step_metrics import StepMetrics
 from erniekit.recipes.built import Built
 from erniekit.recipes.check import Check
-from erniekit.recipes.datasets import DataRows, TrainData, eval_batches, open_data, sources_for
+from erniekit.recipes.data_rows import DataRows
+from erniekit.recipes.datasets import TrainData, eval_batches, sources_for
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.served_prompts import Compared, first_prompts
-from erniekit.recipes.streaming import open_streamed
+from erniekit.recipes.streaming import open_rows
 from erniekit.train.evaluate import GoOn, evaluate
 from erniekit.train.hooks import Hook
 from erniekit.train.throughput import Throughput
@@ -56,7 +57,7 @@ class TrainingStage:
         return ()
 
     def open_data(self, plan: RunPlan, tokenizer: Tokenizer, output: Path) -> TrainData:
-        return (open_streamed if plan.config.data.streaming else open_data)(plan, tokenizer, output)
+        return open_rows(plan, tokenizer, output)
 
     def held_out(
         self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World

@@ -36,8 +36,9 @@ from erniekit.data.vision.said import VisionRow
 from erniekit.data.vision.tokens import VisionAssembler
 from erniekit.errors import ConfigError
 from erniekit.export.vision_rules import vision_rules
+from erniekit.recipes.data_rows import row_rules
 from erniekit.recipes.dataset_files import dataset_files, file_shares
-from erniekit.recipes.datasets import TrainData, counted, row_rules, steps_accumulated
+from erniekit.recipes.datasets import TrainData, counted, steps_accumulated
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.served_prompts import Compared
 

@@ -9,13 +9,10 @@ from erniekit.config.view import View
 from erniekit.errors import ConfigError
 
 _WHY = "streaming: how many rows there are is not known while they are read"
-STAGES = ("SFT", "PT")
+STAGES = ("SFT", "PT", "DPO", "RM", "CLS")
 # Why the others read all rows first.
 _STAGES = {
-    "DPO": "where the answers of a pair lie in its tokens is kept in the token cache, not in a stream's",
-    "RM": "where the answers of a pair lie in its tokens is kept in the token cache, not in a stream's",
     "KTO": "each prompt is measured with the answer of a row from anywhere in the file",
-    "CLS": "its classes, and with them the model's head, are those of all rows",
     "VL-SFT": "rows with pictures are packed by their patches, which are counted first",
 }
 _EPOCHS = ("logging_strategy", "save_strategy", "evaluation_strategy")
@@ -40,6 +37,18 @@ def streams_have_no_known_end(run: View) -> Iterator[Note]:
         )
     if run["stage"] == "PT":
         _check_text(run, where)
+    if run["stage"] == "CLS" and not run["class_labels"]:
+        raise ConfigError(
+            "streaming: the classes, by which the model's head is built, are not known while rows are read",
+            where=where,
+            fix="name them: class_labels: a,b,c",
+        )
+    if run["stage"] == "DPO" and run["reference_logps"] == "cached" and not run["reference_free"]:
+        raise ConfigError(
+            "streaming: reference_logps: cached measures all pairs before the first step",
+            where=f"{where} and {run.origin('reference_logps')}",
+            fix="reference_logps: live",
+        )
     for key, fix in _refused(run):  # the first of them
         raise ConfigError(f"{_WHY}; {key} is {_shown(run[key])}", where=f"{where} and {run.origin(key)}", fix=fix)
     if run.given("num_train_epochs"):
