@@ -179,7 +179,7 @@ def test_rows_are_read_again_when_the_package_that_reads_them_changes(site: Path
     del sys.modules["moon"]
     from erniekit.data import formats
 
-    formats._reader.cache_clear()
+    formats.reader_of.cache_clear()
     two = erniekit.train(**keys, output_dir=tmp_path / "two")
     assert one.metrics["loss"] != two.metrics["loss"]
 
