@@ -18,14 +18,14 @@ CROSS_ENTROPY = "cross_entropy"
 IN_SESSION = "python:"  # begins the name of a function that a Python session gave: only that session has it
 
 
-class TokenLosses(Registry):
+class OwnLosses(Registry):
     """Names of installed packages; and those of Python sessions, so that a stored run can be read."""
 
     def __contains__(self, name: str) -> bool:
         return name.startswith(IN_SESSION) or super().__contains__(name)
 
 
-TOKEN_LOSSES = TokenLosses("token loss", {CROSS_ENTROPY: ""}, group="erniekit.losses")
+TOKEN_LOSSES = OwnLosses("token loss", {CROSS_ENTROPY: ""}, group="erniekit.losses")
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,11 @@ OF_KTO = ("desirable_weight", "undesirable_weight")  # which DPO has no use for
 
 
 REFERENCE_ARGUMENTS = ("reference_chosen_logps", "reference_rejected_logps")
-# By name, to a package's function, which returns the loss of each pair [n].
+# By name, to a function of the user's, which returns the loss of each pair [n].
 PAIR_ARGUMENTS = ("chosen_logps", "rejected_logps", *REFERENCE_ARGUMENTS, "score_delta", "beta")
 
 
-def _problem(name: str, found: Any) -> str:
+def not_a_pair_loss(name: str, found: Any) -> str:
     """Why it cannot be a preference loss; empty where it can."""
     try:
         parameters = inspect.signature(found).parameters.values()
@@ -95,13 +95,13 @@ def _problem(name: str, found: Any) -> str:
     return "" if set(both) <= set(needed) else f"must take {' and '.join(both)}"
 
 
-PAIR_LOSSES = Registry(
-    "preference loss", dict.fromkeys(PREFERENCE_LOSSES, ""), group="erniekit.preference_losses", check=_problem
+PAIR_LOSSES = OwnLosses(
+    "preference loss", dict.fromkeys(PREFERENCE_LOSSES, ""), group="erniekit.preference_losses", check=not_a_pair_loss
 )
 
 
 def pair_arguments(function: Any) -> tuple[str, ...]:
-    """Those of PAIR_ARGUMENTS that a package's function takes."""
+    """Those of PAIR_ARGUMENTS that a function takes."""
     return tuple(word for word in inspect.signature(function).parameters if word in PAIR_ARGUMENTS)
 
 
@@ -110,6 +110,8 @@ def preference_loss(loss_type: str) -> PreferenceLoss:
     """The facts of a loss. A package's takes a reference if a parameter of that name asks for it."""
     if loss_type in PREFERENCE_LOSSES:
         return PREFERENCE_LOSSES[loss_type]
+    if loss_type.startswith(IN_SESSION):  # whether it takes a reference, the session says by reference_free
+        return PreferenceLoss("of a Python session", logged_as=f"{loss_type.rpartition('.')[2]}_loss")
     wants = pair_arguments(PAIR_LOSSES.get(loss_type))
     return PreferenceLoss(
         f"of {PAIR_LOSSES.distribution(loss_type)}", needs_reference=any(w in REFERENCE_ARGUMENTS for w in wants)

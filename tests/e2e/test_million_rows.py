@@ -28,7 +28,8 @@ if steps:
     from erniekit.data.loader import BatchLoader  # torch; it has its own budget
     token_cache.tokenise_file = None  # a warm start must not get there
 began = time.monotonic()
-source = token_cache.open_source(path, None, load_tokenizer(folder), max_seq_len=512, cache_dir=cache, num_proc=2)
+rules = token_cache.RowRules(512)
+source = token_cache.open_source(path, None, load_tokenizer(folder), rules, cache_dir=cache, num_proc=2)
 told |= {"samples": len(source), "cached": source.report.from_cache, "opened_s": time.monotonic() - began}
 if steps:
     stream = PackStream(SampleOrder([len(source)], seed=23), [source.lengths], 512)

@@ -16,6 +16,7 @@ from shutil import rmtree
 
 import pytest
 
+from erniekit.config import load
 from erniekit.data.storage import web
 from erniekit.errors import ConfigError, DataError
 from support.jsonl import write_jsonl
@@ -168,7 +169,6 @@ def test_a_lost_server_ends_the_run_and_the_same_command_goes_on(
     [
         ({"max_steps": -1}, "max_steps"),
         ({"save_strategy": "epoch"}, "save_strategy"),
-        ({"stage": "DPO"}, "stage"),
         ({"compat": "erniekit"}, "compat"),
         ({"mix_strategy": "interleave_over"}, "mix_strategy"),
         ({"curriculum": "length"}, "curriculum"),
@@ -181,6 +181,68 @@ def test_what_needs_all_rows_is_refused_by_name(given: dict, key: str, many: Pat
         train(tmp_path / "run", **dict(KEYS, train_dataset_path=many, streaming=True, **given))
     assert key in f"{refused.value.what} {refused.value.fix}"
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"stage": "DPO", "reference_logps": "cached"}, "cached measures all pairs before the first step"),
+        ({"stage": "VL-SFT"}, "stage: VL-SFT does not stream: rows with pictures are packed by their patches"),
+        (
+            {"stage": "KTO"},
+            "stage: KTO does not stream: each prompt is measured with the answer of a row",
+        ),
+        ({"stage": "CLS"}, "the classes, by which the model's head is built, are not known"),
+        ({"stage": "PT", "split": "9,1"}, "divides documents by their number"),
+        ({"stage": "PT", "evaluation_strategy": "steps", "eval_steps": 1}, "no part of the text left to evaluate on"),
+        ({"stage": "PT", "train_dataset_path": "a.jsonl,b.jsonl"}, "several entries are blended by how many rows"),
+        ({"stage": "PT", "input_dir": "tokens"}, "token files are read where they lie"),
+    ],
+)
+def test_stages_and_keys_that_do_not_stream_say_why(given: dict, why: str) -> None:
+    words = {**KEYS, "model_name_or_path": "m", "train_dataset_path": "a.jsonl", "streaming": True, **given}
+    with pytest.raises(ConfigError, match=why):
+        load([f"{key}={value}" for key, value in words.items()], "train")
+
+
+def test_pretraining_on_streamed_text_is_the_run_on_indexed_text_also_after_a_stop(
+    train: Callable, weights: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"text": f"Document {n}. " + "The quiet river runs to the harbor. " * (n % 7)} for n in range(300)]
+    text = write_jsonl(tmp_path / "text.jsonl", rows)
+    keys = dict(
+        KEYS, stage="PT", train_dataset_path=text, max_seq_len=64, per_device_train_batch_size=4, fine_tuning="Full",
+        split="1",
+    )  # fmt: skip
+    train(tmp_path / "whole", **keys)
+    del keys["split"]
+    train(tmp_path / "streamed", **keys, streaming=True)
+    assert losses(tmp_path / "streamed") == losses(tmp_path / "whole")
+    told = json.loads((tmp_path / "streamed" / "run.json").read_text())["data"]["train"][0]
+    assert told["so_far"]
+    assert told["rows"] < 300
+    last = tmp_path / "streamed" / f"checkpoint-{STEPS}"
+    rmtree(last)
+    monkeypatch.setenv("ERNIEKIT_CACHE", str(tmp_path / "other"))
+    train(tmp_path / "streamed", **keys, streaming=True)
+    assert weights(last) == weights(tmp_path / "whole" / f"checkpoint-{STEPS}")
+
+
+@pytest.mark.parametrize("stage", ["DPO", pytest.param("RM", marks=pytest.mark.full), "CLS"])
+def test_pairs_and_classes_that_are_streamed_are_those_of_the_whole_file(
+    stage: str, train: Callable, weights: Callable, tmp_path: Path
+) -> None:
+    words = [f"Number {n}. " * (1 + n % 3) for n in range(300)]
+    pairs = [{"prompt": f"What is {n}?", "chosen": said, "rejected": "No."} for n, said in enumerate(words)]
+    texts = [{"text": said, "label": "odd" if n % 2 else "even"} for n, said in enumerate(words)]
+    rows = write_jsonl(tmp_path / "rows.jsonl", texts if stage == "CLS" else pairs)
+    more = {"CLS": {"class_labels": "even,odd"}, "DPO": {"reference_logps": "live"}}.get(stage, {})
+    keys = dict(KEYS, stage=stage, train_dataset_path=rows, max_seq_len=96, per_device_train_batch_size=2, **more)
+    train(tmp_path / "whole", **keys)
+    train(tmp_path / "streamed", **keys, streaming=True)
+    assert losses(tmp_path / "streamed") == losses(tmp_path / "whole")
+    assert weights(tmp_path / "streamed") == weights(tmp_path / "whole")
+    assert json.loads((tmp_path / "streamed" / "run.json").read_text())["data"]["train"][0]["rows"] < 300
 
 
 def started(tiny_model: Path, words: dict[str, object], folder: Path, cache: Path, ranks: int = 1) -> subprocess.Popen:

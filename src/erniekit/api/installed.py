@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from erniekit.data.formats import FORMATS, PREFERENCE_FORMATS
+from erniekit.data.formats import CLASS_FORMATS, FORMATS, PREFERENCE_FORMATS, UNPAIRED_FORMATS
 from erniekit.devices import INSTALLED as DEVICES
 from erniekit.errors import ErnieKitError
 from erniekit.loss_table import PAIR_LOSSES, TOKEN_LOSSES
@@ -14,7 +14,8 @@ from erniekit.track import TRACKERS
 from erniekit.weight_kinds import WEIGHT_KINDS
 
 TABLES = (
-    MODELS, FORMATS, PREFERENCE_FORMATS, TOKEN_LOSSES, PAIR_LOSSES, TRACKERS, DEVICES, WEIGHT_KINDS,
+    MODELS, FORMATS, PREFERENCE_FORMATS, UNPAIRED_FORMATS, CLASS_FORMATS, TOKEN_LOSSES, PAIR_LOSSES, TRACKERS, DEVICES,
+    WEIGHT_KINDS,
 )  # fmt: skip
 
 
@@ -29,8 +30,9 @@ class InstalledPlugin:
 
 
 def plugins() -> list[InstalledPlugin]:
-    """Every entry point of the groups erniekit.models, .formats, .preference_formats, .losses, .preference_losses,
-    .trackers, .devices and .weight_kinds, loaded to see whether it works."""
+    """Every entry point of the groups erniekit.models, .formats, .preference_formats, .unpaired_formats,
+    .class_formats, .losses, .preference_losses, .trackers, .devices and .weight_kinds, loaded to see whether it
+    works."""
     out = []
     for table in TABLES:
         usable = table.installed()

@@ -14,8 +14,9 @@ from erniekit.config import load as load_config
 from erniekit.config.flat import is_known
 from erniekit.data.given_rows import GivenRows
 from erniekit.errors import ConfigError
-from erniekit.loss_table import CROSS_ENTROPY, IN_SESSION
-from erniekit.losses.own import TokenLoss
+from erniekit.loss_table import IN_SESSION
+from erniekit.losses.own_preference import PairLoss
+from erniekit.recipes.own_loss import OwnLoss, loss_key, session_loss
 from erniekit.recipes.run import run_train
 from erniekit.recipes.score_heads import read_classes
 from erniekit.recipes.session import Session, sorted_callbacks
@@ -45,7 +46,10 @@ def train(
         that are called with each step's `erniekit.StepResult`
     loss: a function of `logits` [n, V] or `logprobs` [n], and `labels` [n], of n trained tokens, by these names; it
         returns the loss of each, [n]. They are summed and divided by the trained tokens of the whole step, as the
-        built-in loss is, whatever the micro-batches. It is called with some of a step's tokens at a time
+        built-in loss is, whatever the micro-batches. It is called with some of a step's tokens at a time. In stage DPO
+        a function of `chosen_logps` and `rejected_logps` [n], of n pairs, and, where it takes them,
+        `reference_chosen_logps`, `reference_rejected_logps`, `score_delta` [n] and `beta`, which returns the loss of
+        each pair, [n]
     keys: any key of `erniekit train`, as Python values; they win over the recipe's
     """
     if threading.current_thread() is not threading.main_thread():
@@ -55,7 +59,6 @@ def train(
             fix="call it in the main thread, or in a process of its own",
         )
     hooks, trackers = sorted_callbacks(callbacks)
-    own = None if loss is None else TokenLoss.of(loss, _name(loss))
     files, given = _recipe(recipe)
     _refuse_mistyped_argument(keys)
     given |= keys
@@ -74,6 +77,7 @@ def train(
             found = [str(_output(files, given) / rows[argument].name)]
         given[key] = found
     cfg = load_config(files, "train", given)
+    own = None if loss is None else session_loss(cfg, loss)
     if own is not None:
         cfg = _with_loss(cfg, own)
     if cfg.train.stage == "CLS" and not cfg.score.class_labels and "data" in rows:
@@ -130,26 +134,25 @@ def _files(value: Any) -> list[str] | None:
     return None
 
 
-def _with_loss(cfg: RunConfig, loss: TokenLoss) -> RunConfig:
+def _with_loss(cfg: RunConfig, loss: OwnLoss) -> RunConfig:
     """The run under the name of its loss: a resumed one must have the same."""
-    if cfg.given("token_loss"):
-        raise ConfigError(
-            f"loss is given, and token_loss: {cfg.train.token_loss}", where="loss", fix="give one of them"
-        )
+    key = loss_key(cfg)
+    if cfg.given(key):
+        raise ConfigError(f"loss is given, and {key}: {cfg[key]}", where="loss", fix="give one of them")
     reason = "a function of this Python session"
-    return cfg.derive(Note("token_loss", CROSS_ENTROPY, f"{IN_SESSION}{loss.name}", reason, quiet=True))
+    notes = [Note(key, cfg[key], f"{IN_SESSION}{loss.name}", reason, quiet=True)]
+    if isinstance(loss, PairLoss) and not loss.needs_reference:
+        told = (("reference_free", True), ("ref_model_update_steps", -1))
+        notes += [Note(name, cfg[name], value, "it takes no reference", quiet=True) for name, value in told]
+    return cfg.derive(*notes)
 
 
 def _with_classes(cfg: RunConfig, rows: GivenRows) -> RunConfig:
     """They decide what is built, before the run's folder holds the rows."""
     with rows.as_file() as file:
-        classes = read_classes(cfg, [file])
+        given = cfg.data.train_dataset_type
+        classes = read_classes(cfg, [file], [None if name == "auto" else name for name in given])
     return cfg.derive(Note("class_labels", (), classes, "those of the given rows", quiet=True))
-
-
-def _name(loss: Any) -> str:
-    made = loss if hasattr(loss, "__qualname__") else type(loss)
-    return f"{made.__module__}.{made.__qualname__}"
 
 
 def _word(value: Any) -> str:

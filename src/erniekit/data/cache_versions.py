@@ -5,9 +5,11 @@ recorded digest for each and fails when a result changes under an old number; an
 
 from __future__ import annotations
 
-SAMPLES = 2  # a row of a dataset file -> ids and labels: formats, template, assembling
+SAMPLES = 3  # a row of a dataset file -> ids and labels: formats, template, assembling
 # 2: white space at the ends of `src`, `tgt` and alpaca texts is kept
+# 3: thoughts and tool calls that stand on a row beside its answers are read
 DOCUMENTS = 1  # text -> token files for pre-training
 ORDER = 1  # which sample or document comes at which place, and how they share rows: mix, pack, compat, documents, blend
-VISION = 1  # a row with pictures -> ids, labels, positions, and which patches: data/vision, data/media
+VISION = 2  # a row with pictures -> ids, labels, positions, and which patches: data/vision, data/media
+# 2: thoughts that stand beside texts are read, rows with `tools` are bad rows
 REFERENCE = 1  # the log-probabilities kept for DPO

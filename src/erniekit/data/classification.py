@@ -5,22 +5,25 @@ recipes/classify.py opens them through token_cache.open_source.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from erniekit.data.assemble import Assembled, Dropped
-from erniekit.data.formats import parsed, rows
+from erniekit.data.formats import CLASS_FORMATS, parsed, reader_of, rows, sole_format
 from erniekit.data.formats.columns import Columns
 from erniekit.data.formats.fields import BadRow, named, refuse_media, require, text, unread
 from erniekit.data.template import Turn
+from erniekit.data.token_cache import RowKind, TokenSource
 from erniekit.data.tokenise import TokeniseJob
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import IGNORE, ChatMessage, RowProblem, Sample, Spoken
 from erniekit.errors import DataError
+from erniekit.registry import Registry
 
 MOST = 1000  # classes of a file; more are texts in the wrong field
 
@@ -56,12 +59,15 @@ def class_name(value: Any) -> str:
     raise BadRow("bad_label", f"`label` must be a class: a name or a whole number, not {found}")
 
 
-def classes_in(files: Iterable[str | Path], columns: Columns = ()) -> tuple[str, ...]:
-    """Of all rows that can be read, whole numbers by size, names by the alphabet."""
+def classes_in(
+    files: Sequence[str | Path], columns: Columns = (), formats: Sequence[str | None] = ()
+) -> tuple[str, ...]:
+    """Of all rows that can be read, whole numbers by size, names by the alphabet. formats: one a file, or none."""
     found: set[str] = set()
-    for file in files:
+    for file, format in zip(files, formats or [None] * len(files)):
+        read = reader_of(CLASS_FORMATS, sole_format(CLASS_FORMATS, format))
         for line, raw in rows(file):
-            row = parsed(raw, line, file, read_row, columns)
+            row = parsed(raw, line, file, read, columns)
             if isinstance(row, ClassRow):
                 found.add(row.label)
             if len(found) > MOST:
@@ -82,9 +88,13 @@ class ClassifyJob(TokeniseJob):
     def more_key(self) -> dict[str, Any]:
         return {"rows": "classes", "classes": self.classes}
 
+    @property
+    def formats(self) -> Registry:
+        return CLASS_FORMATS
+
     def read(self, raw: Any, line: int) -> Sequence[ClassRow] | RowProblem:
         def one(row: Any) -> list[ClassRow]:
-            made = read_row(row)
+            made: ClassRow = reader_of(CLASS_FORMATS, self.format)(row)
             if made.label not in self.classes:
                 known = ", ".join(self.classes[:8]) + (" ..." if len(self.classes) > 8 else "")
                 raise BadRow("unknown_class", f"`label` is {made.label[:60]!r}; the classes are {known}")
@@ -101,6 +111,14 @@ class ClassifyJob(TokeniseJob):
         labels = np.full(len(ids), IGNORE, np.int32)
         labels[-1] = self.classes.index(said.label)
         return Assembled(Sample(np.array(ids, np.int32), labels), truncated_tokens=max(0, cut))
+
+
+def class_rows(classes: tuple[str, ...]) -> Callable[[Any, str | None, Columns], RowKind]:
+    def kind(path: Any, format: str | None, columns: Columns = ()) -> RowKind:
+        """format: a package's; other rows have one reader."""
+        return RowKind(sole_format(CLASS_FORMATS, format), partial(ClassifyJob, classes=classes), TokenSource)
+
+    return kind
 
 
 def text_ids(tokenizer: Tokenizer, words: str) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from erniekit.data.assemble import Assembled, Dropped
-from erniekit.data.formats import detect, parse_pair
+from erniekit.data.formats import PREFERENCE_FORMATS, detect, parse_pair
 from erniekit.data.formats.columns import Columns
 from erniekit.data.formats.files import decode
 from erniekit.data.formats.pairs import number
@@ -63,4 +63,6 @@ def reward_rows(path: Any, format: str | None, columns: Columns = ()) -> RowKind
     found = detect(path, columns=columns) if format is None else None
     if found is not None and not found.preference:
         raise not_pairs(path, found.why, "a reward model")
+    if format is not None:
+        PREFERENCE_FORMATS.get(format)  # an unknown name is said before the file is read
     return RowKind(format or (found.format if found else ""), RewardJob, PairSource)

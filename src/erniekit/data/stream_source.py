@@ -22,13 +22,14 @@ import numpy as np
 
 from erniekit import heartbeat
 from erniekit.data.chunks import Chunk
-from erniekit.data.formats.files import file_encoding
+from erniekit.data.formats.files import RowPlace, file_encoding
+from erniekit.data.preference import PARTS, PairSample
 from erniekit.data.quality import repeated
 from erniekit.data.report import SHOWN_LINES, DataReport
 from erniekit.data.row_workers import Rows
 from erniekit.data.storage import located
-from erniekit.data.stream_store import ENDS, KEYS, StreamState, StreamStore
-from erniekit.data.tokenise import BAD_ROWS, IDS, LABELS, TokeniseJob, add_counts, cut, whole_rows
+from erniekit.data.stream_store import ENDS, KEYS, PARTS_OF, StreamState, StreamStore
+from erniekit.data.tokenise import BAD_ROWS, IDS, LABELS, TokeniseJob, add_counts, cut, readable
 from erniekit.data.types import RowProblem, Sample
 from erniekit.errors import DataError
 from erniekit.files import OwnedFiles, own, settle
@@ -38,6 +39,19 @@ CHUNK_ROWS = 64  # read and tokenised at once: what a loader's thread is away fo
 _POLL_S = 0.05
 _CHANGED_FIX = "start a new run, with another output_dir, or bring the file back as it was"
 JobOf = Callable[[str], TokeniseJob]
+
+
+class Placed:
+    """Rows, and the place behind the last of them that was asked for."""
+
+    def __init__(self, rows: Iterator[tuple[int, Any, RowPlace | None]]) -> None:
+        self._rows = rows
+        self.place: RowPlace | None = None
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        for number, raw, place in self._rows:
+            self.place = place
+            yield number, raw
 
 
 class StreamSource:
@@ -62,7 +76,7 @@ class StreamSource:
         self._bad_rows = bad_rows
         self._first = job_of(self.files[0])  # a file that cannot be read is an error of the start
         self._encoding = file_encoding(self.files[0]).said()
-        self._chunks: Iterator[tuple[int, Rows, TokeniseJob] | int] | None = None
+        self._chunks: Iterator[tuple[int, Rows, TokeniseJob, RowPlace | None] | int] | None = None
         self._reading = RLock()
         self._report: tuple[tuple[int, bool], DataReport] | None = None
 
@@ -83,11 +97,21 @@ class StreamSource:
 
     def require(self, count: int) -> bool:
         """Read on until there are so many samples. False: the source ends before."""
-        progress = self._store.progress
-        if progress.samples >= count:
+        return self._read_until(lambda progress: progress.samples >= count)
+
+    def require_tokens(self, count: int) -> bool:
+        """Read on until the samples have so many tokens together. False: the source ends before."""
+        return self._read_until(lambda progress: progress.tokens >= count)
+
+    @property
+    def read_tokens(self) -> int:
+        return self._store.look().tokens
+
+    def _read_until(self, enough: Callable[[StreamState], bool]) -> bool:
+        if enough(self._store.progress):
             return True
         with self._reading:
-            while (progress := self._store.look()).samples < count:
+            while not enough(progress := self._store.look()):
                 if progress.ended:
                     self._check(progress)
                     return False
@@ -146,27 +170,36 @@ class StreamSource:
         part = next(chunks)
         if isinstance(part, int):
             after.file, after.taken, after.taken_check, after.ended = part, 0, 0, part == len(self.files)
+            after.place = None
             self._store.append({}, after)
         else:
-            number, rows, job = part
+            number, rows, job, place = part
             after.file, after.taken, after.taken_check = number, after.taken + len(rows), _crc(rows, after.taken_check)
+            after.place = place and (place.offset, place.row)
             self._store.append(self._added(job.work(rows), job, after), after)
         self._chunks = chunks
         self._check(after)
 
-    def _chunks_from(self, at: StreamState) -> Iterator[tuple[int, Rows, TokeniseJob] | int]:
-        """Chunks of rows with the number of their file; after the last of a file, the number of the next."""
+    def _chunks_from(self, at: StreamState) -> Iterator[tuple[int, Rows, TokeniseJob, RowPlace | None] | int]:
+        """Chunks of rows with the number of their file, and the place behind them; after the last of a file, the number
+        of the next. Rows that were taken before are passed over, unless their source can be read from there on."""
         for number in range(at.file, len(self.files)):
             path = self.files[number]
             job = self._first if number == 0 else self._job_of(path)
             stored = located(path)
             if self._versions and stored.quick_identity() != self._versions[number]:
                 raise DataError("dataset changed since the run began", where=path, fix=_CHANGED_FIX)
-            before, lines = stored.stamp(), whole_rows(path)
-            if number == at.file and at.taken:
+            before = stored.stamp()
+            taken, place = (at.taken, at.place) if number == at.file else (0, None)
+            after = RowPlace(*place) if place is not None and stored.names_version else None
+            if after is not None and not job.can_go_on(after):
+                after = None
+            found = Placed(job.rows(after))
+            lines = readable(found, path)
+            if taken and after is None:
                 self._skip(lines, at, path)
             for rows in cut(lines, CHUNK_ROWS):
-                yield number, rows, job
+                yield number, rows, job, found.place
             if before != stored.stamp():
                 raise DataError("dataset changed while it was read", where=path, fix="start again once it is whole")
             yield number + 1
@@ -197,6 +230,7 @@ class StreamSource:
             IDS: made.ids.astype(np.int32).tobytes(),
             LABELS: made.labels.astype(np.int32).tobytes(),
             ENDS: ends.tobytes(),
+            PARTS_OF: made.parts.tobytes(),
             KEYS: np.array(chunk.keys, np.uint64).reshape(-1, 2).tobytes(),
             BAD_ROWS: "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in problems).encode(),
         }
@@ -213,7 +247,10 @@ class StreamSource:
 
     def _reported(self, progress: StreamState) -> DataReport:
         report, read = self._stored_report(progress), self._store.read
-        report.measure(np.diff(read(ENDS, np.int64, 0, progress.samples), prepend=0))
+        lengths = np.diff(read(ENDS, np.int64, 0, progress.samples), prepend=0)
+        report.measure(lengths)
+        if self._first.pairs is not None:
+            self._first.measure(report, lengths, read(PARTS_OF, PARTS, 0, progress.samples))
         keys = read(KEYS, np.uint64, 0, progress.sizes[KEYS] // 8).reshape(-1, 2)
         same = repeated(keys[:, 1], keys[:, 0])
         report.duplicates = len(same)
@@ -237,8 +274,8 @@ class StreamSource:
 
 def _crc(rows: Rows, check: int) -> int:
     for line, raw in rows:
-        told = raw if isinstance(raw, bytes) else repr(raw).encode("utf-8", "surrogatepass")
-        check = zlib.crc32(told, zlib.crc32(b"%d\n" % line, check))
+        content = raw if isinstance(raw, bytes) else repr(raw).encode("utf-8", "surrogatepass")
+        check = zlib.crc32(content, zlib.crc32(b"%d\n" % line, check))
     return check
 
 
@@ -250,6 +287,14 @@ def file_versions(files: Sequence[str]) -> list[str]:
         if not stored.names_version:
             warn_once(f"{stored}: its server names no version of it; a change before a resume may go unnoticed")
     return versions
+
+
+class PairStream(StreamSource):
+    """Preference pairs that are read while a run trains."""
+
+    def sample(self, index: int) -> PairSample:
+        row = super().sample(index)
+        return PairSample(row.ids, row.labels, *self._store.read(PARTS_OF, PARTS, index, 1)[0].item())
 
 
 def stream_fingerprint(versions: Sequence[str], key_of: Callable[[str], str]) -> str:

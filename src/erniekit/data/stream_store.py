@@ -20,10 +20,12 @@ import numpy as np
 from erniekit import heartbeat
 from erniekit.data.tokenise import BAD_ROWS, IDS, LABELS
 from erniekit.errors import DataError
+from erniekit.files.part_file import part_file
 from erniekit.files.unwritable import way_out
 
 ENDS, KEYS = "ends.bin", "keys.bin"  # int64 [samples]: tokens up to its end; uint64 [rows, 2]: line, quality.py's key
-FILES = (IDS, LABELS, ENDS, KEYS, BAD_ROWS)
+PARTS_OF = "parts.bin"  # preference.PARTS [samples], of pairs
+FILES = (IDS, LABELS, ENDS, KEYS, PARTS_OF, BAD_ROWS)
 STATE, CLAIMED, LOCK = "state.json", "state.claimed.json", "lock"
 _READ = 1 << 20
 # A link of such a name is not ours: what it points to must not be written.
@@ -39,6 +41,7 @@ class StreamState:
     file: int = 0  # of the source's files, the one being read
     taken: int = 0  # rows of that file
     taken_check: int = 0  # crc32 of them
+    place: tuple[int, int] | None = None  # behind them, as RowPlace, where its source can be read from there on
     ended: bool = False
     sizes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FILES, 0))  # bytes that count
     checks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FILES, 0))  # crc32 of them
@@ -159,11 +162,8 @@ class StreamStore:
         return True
 
     def _commit(self, progress: StreamState) -> None:
-        part = self.folder / f"{STATE}.part"
-        if part.is_symlink():
-            part.unlink()
-        part.write_text(json.dumps(asdict(progress)), encoding="utf-8")
-        os.replace(part, self.folder / STATE)
+        with part_file(self.folder / STATE) as out:  # not synced: what a power failure damages is read again
+            out.write(json.dumps(asdict(progress)))
         self.progress = progress
 
     def _unwritable(self, error: OSError) -> DataError:

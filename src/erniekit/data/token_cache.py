@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -104,72 +104,74 @@ class PairSource(TokenSource):
 
 
 class RowKind(NamedTuple):
-    """Rows that are neither conversations nor pairs: how they are read and what they are kept as."""
+    """How rows are read and what they are kept as."""
 
-    name: str  # said in place of a format
+    name: str  # the format, or what is said in its place
     job: Callable[..., TokeniseJob]
     source: type[TokenSource]
+
+
+KindOf = Callable[[str | Path, str | None, Columns], RowKind]  # of a file, its format if that is given, and its columns
+
+
+@dataclass(frozen=True)
+class RowRules:
+    """What decides the tokens of rows, beside their file, its format and the tokenizer."""
+
+    max_seq_len: int
+    overlong: Literal["drop", "truncate"] = "drop"
+    compat: bool = False
+    pairs: PairRules | None = None  # rows are preferences, or of a kind that is cut by the same rules
+    thinking: Thinking = "all"
+    columns: Columns = ()
+    kind: KindOf | None = None  # rows that are neither conversations nor pairs
 
 
 def open_source(
     path: str | Path,
     format: str | None,
     tokenizer: Tokenizer,
+    rules: RowRules,
     *,
-    max_seq_len: int,
-    overlong: Literal["drop", "truncate"] = "drop",
-    compat: bool = False,
-    pairs: PairRules | None = None,
-    thinking: Thinking = "all",
-    columns: Columns = (),
     cache_dir: str | Path | None = None,
     num_proc: int | None = None,
     max_bad_fraction: float = 0.001,
     bad_rows_path: str | Path | None = None,
     append_bad_rows: bool = False,
-    kind: RowKind | Callable[[str | Path, str | None, Columns], RowKind] | None = None,
 ) -> TokenSource:
-    """Tokenise `path`, or find it done. With `pairs` its rows are preferences, and the result is a PairSource; with
-    `kind` both are that kind's.
+    """Tokenise `path`, or find it done. With `rules.pairs` its rows are preferences, and the result is a PairSource;
+    with `rules.kind` both are that kind's.
     DataError when too many rows are bad or none is usable; all bad rows are written to `bad_rows_path` either way."""
     path = as_place(path)
-    if kind is not None:
-        if columns and format:
-            check_columns(path, columns)
-        kind = kind if isinstance(kind, RowKind) else kind(path, format, columns)
-        job = kind.job(str(path), kind.name, tokenizer, max_seq_len, overlong, False, pairs, thinking, columns)
-        found = kind.source(*tokenised(job, cache_dir, num_proc, max_bad_fraction, bad_rows_path, append_bad_rows))
-        found._path = str(path)
-        return found
-    job = row_job(
-        path, format, tokenizer, max_seq_len=max_seq_len, overlong=overlong, compat=compat, pairs=pairs,
-        thinking=thinking, columns=columns,
-    )  # fmt: skip
-    folder, report = tokenised(job, cache_dir, num_proc, max_bad_fraction, bad_rows_path, append_bad_rows)
-    source = TokenSource(folder, report) if pairs is None else PairSource(folder, report)
+    kind = row_kind(path, format, rules)
+    job = _job(kind, path, tokenizer, rules)
+    source = kind.source(*tokenised(job, cache_dir, num_proc, max_bad_fraction, bad_rows_path, append_bad_rows))
     source._path = str(path)
     return source
 
 
-def row_job(
-    path: str | Path,
-    format: str | None,
-    tokenizer: Tokenizer,
-    *,
-    max_seq_len: int,
-    overlong: Literal["drop", "truncate"] = "drop",
-    compat: bool = False,
-    pairs: PairRules | None = None,
-    thinking: Thinking = "all",
-    columns: Columns = (),
-) -> TokeniseJob:
+def row_job(path: str | Path, format: str | None, tokenizer: Tokenizer, rules: RowRules) -> TokeniseJob:
     """How rows of a file become samples; its format is found out where it is not given."""
     path = as_place(path)
-    if columns and format:
-        check_columns(path, columns)
-    format = format or _detected(path, pairs is not None, columns)
-    (FORMATS if pairs is None else PREFERENCE_FORMATS).get(format)  # an unknown name is said before the file is read
-    return TokeniseJob(str(path), format, tokenizer, max_seq_len, overlong, compat, pairs, thinking, columns)
+    return _job(row_kind(path, format, rules), path, tokenizer, rules)
+
+
+def row_kind(path: str | Path, format: str | None, rules: RowRules) -> RowKind:
+    """DataError for columns that the file does not have, and for rows that the stage cannot use."""
+    if rules.columns and format:  # without a format detection looks at them
+        check_columns(path, rules.columns)
+    if rules.kind is not None:
+        return rules.kind(path, format, rules.columns)
+    pairs = rules.pairs is not None
+    format = format or _detected(path, pairs, rules.columns)
+    (PREFERENCE_FORMATS if pairs else FORMATS).get(format)  # an unknown name is said before the file is read
+    return RowKind(format, TokeniseJob, PairSource if pairs else TokenSource)
+
+
+def _job(kind: RowKind, path: str | Path, tokenizer: Tokenizer, rules: RowRules) -> TokeniseJob:
+    compat = rules.compat and rules.kind is None  # ERNIEKit has no other kinds
+    limits = (rules.max_seq_len, rules.overlong, compat)
+    return kind.job(str(path), kind.name, tokenizer, *limits, rules.pairs, rules.thinking, rules.columns)
 
 
 def tokenised(
@@ -194,11 +196,11 @@ def tokenised(
 
 
 def open_sources(
-    paths: Sequence[str | Path], formats: Sequence[str | None], tokenizer: Tokenizer, **options: Any
+    paths: Sequence[str | Path], formats: Sequence[str | None], tokenizer: Tokenizer, rules: RowRules, **cache: Any
 ) -> list[TokenSource]:
     """`open_source` for each; their bad rows share one file."""
     return [
-        open_source(path, format, tokenizer, append_bad_rows=number > 0, **options)
+        open_source(path, format, tokenizer, rules, append_bad_rows=number > 0, **cache)
         for number, (path, format) in enumerate(zip(paths, formats))
     ]
 
@@ -251,7 +253,7 @@ def cache_key(job: TokeniseJob, content: str) -> str:
         "pairs": asdict(job.pairs) if job.pairs else None,
         **({"columns": job.columns} if job.columns else {}),
         **job.more_key(),
-        **_reader_key(job.format, FORMATS if job.pairs is None else PREFERENCE_FORMATS),
+        **_reader_key(job.format, job.formats),
     }
     return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16).hexdigest()
 

@@ -21,9 +21,9 @@ import numpy as np
 from erniekit import heartbeat
 from erniekit.data.assemble import Assembled, Dropped, assemble
 from erniekit.data.chunks import COUNTED, Arrays, Chunk, MoreFiles
-from erniekit.data.formats import parse, parse_pair, rows
+from erniekit.data.formats import FORMATS, PREFERENCE_FORMATS, parse, parse_pair, rows
 from erniekit.data.formats.columns import Columns
-from erniekit.data.formats.files import file_encoding
+from erniekit.data.formats.files import RowPlace, can_go_on, file_encoding, placed_rows
 from erniekit.data.long_rows import LongRow
 from erniekit.data.preference import PARTS, PairRules, Preference
 from erniekit.data.preference_assemble import assemble_pair
@@ -38,6 +38,7 @@ from erniekit.data.types import IGNORE, UNREADABLE, Conversation, RowProblem, Sa
 from erniekit.errors import DataError, ErnieKitError
 from erniekit.printable import fault_of
 from erniekit.progress import WorkProgress
+from erniekit.registry import Registry
 
 CHUNK_ROWS = 2000
 CHUNK_BYTES = 4 << 20  # rows of a megabyte each must not pile up
@@ -66,8 +67,20 @@ class TokeniseJob:
         """Rows with a system text have a second form without it (see compat.py)."""
         return self.compat
 
+    @property
+    def formats(self) -> Registry:
+        """The table that `format` is a name of."""
+        return FORMATS if self.pairs is None else PREFERENCE_FORMATS
+
     def work(self, batch: Rows) -> Chunk:
         return tokenise_rows(batch, self)
+
+    def rows(self, after: RowPlace | None = None) -> Iterator[tuple[int, Any, RowPlace | None]]:
+        """Of its file, with the number of each and the place behind it, where there is one to go on at."""
+        return placed_rows(self.path, after)
+
+    def can_go_on(self, after: RowPlace) -> bool:
+        return can_go_on(self.path, after)
 
     def more_files(self, folder: Path) -> MoreFiles | None:
         """Beside ids and labels."""
@@ -271,10 +284,14 @@ def tokenise_file(job: TokeniseJob, folder: Path, num_proc: int, expected_rows: 
 
 
 def whole_rows(path: str) -> Iterator[tuple[int, Any]]:
-    """Rows to the end of the data. Of a remote file a part is not taken for the whole: a connection that is lost would
-    look like its end."""
+    """Rows to the end of the data."""
+    return readable(rows(path), path)
+
+
+def readable(found: Iterable[tuple[int, Any]], path: str) -> Iterator[tuple[int, Any]]:
+    """Of a remote file a part is not taken for the whole: a connection that is lost would look like its end."""
     remote = is_remote(as_place(path))
-    for number, raw in rows(path):
+    for number, raw in found:
         if remote and isinstance(raw, RowProblem) and raw.kind == UNREADABLE:
             raise DataError(
                 f"row {number:,}: {raw.reason}",

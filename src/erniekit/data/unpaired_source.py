@@ -1,6 +1,6 @@
 """Judged answers of one file, each with the answer of another row to its prompt: what KTO's baseline is measured on.
 
-Opened through token_cache.open_source with UNPAIRED; unpaired_collate.py lays the samples out.
+Opened through token_cache.open_source with unpaired_rows; unpaired_collate.py lays the samples out.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from erniekit.data.assemble import Assembled, Dropped
-from erniekit.data.formats import parsed
+from erniekit.data.formats import UNPAIRED_FORMATS, parsed, reader_of, sole_format
+from erniekit.data.formats.columns import Columns
 from erniekit.data.formats.fields import refuse_media
-from erniekit.data.formats.unpaired import unpaired
 from erniekit.data.report import DataReport
 from erniekit.data.template import Turn
 from erniekit.data.token_cache import PairSource, RowKind
@@ -23,6 +23,7 @@ from erniekit.data.tokenise import TokeniseJob
 from erniekit.data.types import RowProblem
 from erniekit.data.unpaired import Unpaired, UnpairedSample, assemble_unpaired
 from erniekit.errors import DataError
+from erniekit.registry import Registry
 
 _TRIES = 16  # rows looked at for one with another prompt
 
@@ -32,6 +33,10 @@ class UnpairedJob(TokeniseJob):
     def more_key(self) -> dict[str, Any]:
         return {"rows": "unpaired"}
 
+    @property
+    def formats(self) -> Registry:
+        return UNPAIRED_FORMATS
+
     def measure(self, report: DataReport, lengths: np.ndarray, parts: np.ndarray) -> None:
         report.measure_verdicts(lengths, parts)
 
@@ -39,7 +44,8 @@ class UnpairedJob(TokeniseJob):
         def rows(row: Any) -> list[Unpaired]:
             if isinstance(row, dict):
                 refuse_media(row)
-            return unpaired(row)
+            found: list[Unpaired] = reader_of(UNPAIRED_FORMATS, self.format)(row)
+            return found
 
         return parsed(raw, line, self.path, rows, self.columns)
 
@@ -85,4 +91,6 @@ class UnpairedSource(PairSource):
         return self._judged(index).ids[: self._parts[index]["shared"]].tobytes()
 
 
-UNPAIRED = RowKind("unpaired", UnpairedJob, UnpairedSource)
+def unpaired_rows(path: Any, format: str | None, columns: Columns = ()) -> RowKind:
+    """format: a package's; rows of every other form have one reader."""
+    return RowKind(sole_format(UNPAIRED_FORMATS, format), UnpairedJob, UnpairedSource)

@@ -17,7 +17,7 @@ from torch import nn
 from erniekit.data.types import IGNORE, Batch
 from erniekit.kernels.cross_entropy import CHUNK
 from erniekit.loss_table import PAIR_ARGUMENTS, PreferenceLoss, metric_name, preference_loss
-from erniekit.losses.own_preference import package_losses
+from erniekit.losses.own_preference import PairLoss
 
 SURE = -1e-7  # the highest mean log-probability whose odds are still a number
 
@@ -36,6 +36,7 @@ class DpoSettings:
     reference_free: bool = False
     # ERNIEKit: the SFT term is a mean over the chosen tokens of a micro-batch, a metric the mean of micro-batch means.
     batch_means: bool = False
+    own: PairLoss | None = None  # what `loss_type` names, where it is none of IMPLEMENTATIONS
 
     @property
     def loss(self) -> PreferenceLoss:
@@ -95,9 +96,8 @@ def preference_losses(
     """[pairs], before pref_loss_ratio; log-probabilities with even lengths. reference None is zero."""
     if reference is None:
         reference = Answers(*(torch.zeros_like(x) for x in policy))
-    if settings.loss_type not in IMPLEMENTATIONS:
-        values = (*policy, *reference, score_delta, settings.beta)
-        return package_losses(settings.loss_type, dict(zip(PAIR_ARGUMENTS, values)))
+    if settings.own is not None:
+        return settings.own(dict(zip(PAIR_ARGUMENTS, (*policy, *reference, score_delta, settings.beta))))
     gained = Answers(policy.chosen - reference.chosen, policy.rejected - reference.rejected)
     return IMPLEMENTATIONS[settings.loss_type](PairScores(policy, gained, score_delta), settings)
 

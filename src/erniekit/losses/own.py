@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from erniekit.errors import ConfigError
+from erniekit.losses.finite_watch import FiniteWatch
 from erniekit.losses.wrapped_head import WrappedHead
 
 ARGUMENTS = {
@@ -78,27 +79,7 @@ class OwnLossHead(WrappedHead):
     def __init__(self, inner: Any, loss: TokenLoss) -> None:
         super().__init__(inner)
         self.own = loss
-        # Stays on the device: what a step gave is asked for only where its loss or gradient is not a number.
-        self._failed: torch.Tensor | None = None
-
-    def failed(self) -> bool:
-        """Whether the function gave nan or inf, or a gradient with them, from finite numbers since this was last
-        asked."""
-        found = self._failed is not None and bool(self._failed)
-        self._failed = None
-        return found
-
-    def _watch(self, given: torch.Tensor, losses: torch.Tensor) -> None:
-        """given: what the losses are computed from."""
-        sound = given.detach().isfinite().all()
-        self._note(sound & ~losses.detach().isfinite().all())
-        if given.requires_grad:
-            given.register_hook(lambda gradient: self._note(sound & ~gradient.isfinite().all()))
-
-    def _note(self, failed: torch.Tensor) -> None:
-        if self._failed is None:
-            self._failed = torch.zeros_like(failed)
-        self._failed.logical_or_(failed)
+        self.watch = FiniteWatch()
 
     def loss(
         self,
@@ -122,7 +103,7 @@ class OwnLossHead(WrappedHead):
             for x, y in zip(rows.split(chunk), targets.split(chunk)):
                 if len(y):
                     part = self._of_logits(x, weight, bias, y, kept)
-                    self._watch(x, part)
+                    self.watch.see([x], part)
                     total = total + part
         else:
             losses = self.inner.token_losses(hidden, weight, labels, bias, ignore, chunk, count)
@@ -130,7 +111,7 @@ class OwnLossHead(WrappedHead):
             if len(places):
                 logprobs = -losses.flatten()[places]
                 found = self.own(logprobs=logprobs, labels=targets)
-                self._watch(logprobs, found)
+                self.watch.see([logprobs], found)
                 total = total + found.sum()
         return total if scale is None else total * scale
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from erniekit.loss_table import CROSS_ENTROPY
+from erniekit.loss_table import CROSS_ENTROPY, PREFERENCE_LOSSES
 from erniekit.registry import Registry
 
 if TYPE_CHECKING:
     from erniekit.config import RunConfig
-    from erniekit.losses.own import TokenLoss
+    from erniekit.recipes.own_loss import OwnLoss
     from erniekit.recipes.stage import TrainingStage
 
 STAGES = Registry(
@@ -26,10 +26,11 @@ STAGES = Registry(
 )
 
 
-def stage_of(cfg: RunConfig, loss: TokenLoss | None = None) -> TrainingStage:
-    """loss: a Python session's own; else what `token_loss` names."""
+def stage_of(cfg: RunConfig, loss: OwnLoss | None = None) -> TrainingStage:
+    """loss: a Python session's own; else what `token_loss` names, or `loss_type` in stage DPO."""
     stage: TrainingStage = STAGES.get(cfg.train.stage)
-    if loss is None and cfg.train.token_loss == CROSS_ENTROPY:
+    pairs = cfg.train.stage == "DPO" and cfg.dpo.loss_type not in PREFERENCE_LOSSES
+    if loss is None and cfg.train.token_loss == CROSS_ENTROPY and not pairs:
         return stage
     from erniekit.recipes.own_loss import find_loss, with_loss
 

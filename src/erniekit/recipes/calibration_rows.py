@@ -20,7 +20,8 @@ from erniekit.data.report import DataReport, total_lines
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch, Pack
 from erniekit.log import say
-from erniekit.recipes.datasets import DataRows, sources_for
+from erniekit.recipes.data_rows import DataRows
+from erniekit.recipes.datasets import sources_for
 from erniekit.recipes.dpo import pair_rules
 from erniekit.recipes.pretrain import open_rows
 

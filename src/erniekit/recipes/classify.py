@@ -8,21 +8,22 @@ from pathlib import Path
 
 from erniekit.api_load import find_model
 from erniekit.config import RunConfig, need
-from erniekit.data.classification import ClassifyJob
+from erniekit.data.classification import class_rows
 from erniekit.data.collate import collate
 from erniekit.data.report import DataReport
-from erniekit.data.token_cache import RowKind, TokenSource
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch
 from erniekit.losses.scores import CLASS_METRICS, class_loss
 from erniekit.parallel.engine import Engine, Loss
 from erniekit.parallel.mesh import World
 from erniekit.parallel.step_metrics import StepMetrics
-from erniekit.recipes.datasets import DataRows, TrainData, open_data
+from erniekit.recipes.data_rows import DataRows
+from erniekit.recipes.datasets import TrainData
 from erniekit.recipes.eval_folder import what_to_evaluate
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.scoring import ScoringStage
 from erniekit.recipes.stage import Prepare, held_out
+from erniekit.recipes.streaming import open_rows
 from erniekit.train.evaluate import GoOn, evaluate_pairs
 
 
@@ -31,7 +32,7 @@ class Classifier(ScoringStage):
         return CLASS_METRICS
 
     def open_data(self, plan: RunPlan, tokenizer: Tokenizer, output: Path) -> TrainData:
-        return open_data(plan, tokenizer, output, rows_of(plan.folder.config.labels))
+        return open_rows(plan, tokenizer, output, rows_of(plan.folder.config.labels))
 
     def held_out(
         self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World
@@ -57,7 +58,7 @@ class Classifier(ScoringStage):
 
 
 def rows_of(classes: tuple[str, ...]) -> DataRows:
-    return DataRows(None, collate, RowKind("classes", partial(ClassifyJob, classes=classes), TokenSource))
+    return DataRows(None, collate, class_rows(classes))
 
 
 STAGE = Classifier()

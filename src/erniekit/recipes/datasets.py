@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -16,20 +16,19 @@ from erniekit.data import buckets
 from erniekit.data.collate import collate
 from erniekit.data.compat import CompatEvalOrder, CompatOrder, CompatPackStream, CompatPairStream
 from erniekit.data.embedding_noise import NoiseMaker
-from erniekit.data.formats.columns import Columns, as_columns
 from erniekit.data.loader import BatchLoader
 from erniekit.data.mix import SampleOrder
 from erniekit.data.pack import PackStream
-from erniekit.data.preference import PairRules
 from erniekit.data.preference_collate import collate_pairs
 from erniekit.data.staged import LENGTH, StagedPacks, difficulties
 from erniekit.data.stream_source import StreamSource
-from erniekit.data.token_cache import RowKind, TokenSource, open_sources
+from erniekit.data.token_cache import TokenSource, open_sources
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch, Pack
 from erniekit.errors import ConfigError
 from erniekit.log import say
 from erniekit.parallel.mesh import World
+from erniekit.recipes.data_rows import DataRows, row_rules
 from erniekit.recipes.dataset_files import dataset_files, file_shares
 from erniekit.recipes.run_plan import RunPlan
 
@@ -58,6 +57,11 @@ class TrainData:
     lengths: tuple[int, ...] = ()  # that joined rows are padded to; none: rows are not joined
     noise: NoiseMaker | None = None  # on embeddings (NEFTune)
     sizes: np.ndarray | None = None  # tokens of the first micro-batches, padding apart, where rows are joined
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether its rows are read while the run trains."""
+        return any(isinstance(source, StreamSource) for source in self.sources)
 
     @property
     def usual_size(self) -> float:
@@ -146,15 +150,6 @@ class TrainData:
             noise=self.noise,
             **self.padding(cfg),
         )
-
-
-class DataRows(NamedTuple):
-    """Rows other than conversations, and how packs of them become a batch."""
-
-    pairs: PairRules | None
-    collate: Callable[..., Batch] = collate_pairs
-    # Or by file, format and columns; None: preferences.
-    kind: RowKind | Callable[[str | Path, str | None, Columns], RowKind] | None = None
 
 
 def open_data(plan: RunPlan, tokenizer: Tokenizer, output: Path, rows: DataRows | None = None) -> TrainData:
@@ -343,13 +338,7 @@ def sources_for(
         [file.path for file in files],
         formats,
         tokenizer,
-        max_seq_len=d.max_seq_len,
-        overlong=d.overlong,
-        thinking=d.train_thinking,
-        pairs=None if rows is None else rows.pairs,
-        kind=None if rows is None else rows.kind,
-        columns=as_columns(d.columns, cfg.origin("columns")),
-        compat=cfg.compat.erniekit_rows,
+        row_rules(cfg, rows),
         cache_dir=d.cache_dir,
         num_proc=d.dataset_num_proc,
         max_bad_fraction=1.0 if cfg.compat.ignores_bad_rows else d.max_bad_fraction,

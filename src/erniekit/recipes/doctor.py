@@ -75,7 +75,7 @@ def before_training(
         checks.append(lambda: no_leak(built))
     checks += stage.more_checks(built, tokenizer, first)
     checks += [
-        lambda: gradients(built, optimizer, first, prepare),
+        lambda: gradients(built, optimizer, first, prepare, stage.own_loss),
         lambda: disk(cfg, built, optimizer),
         lambda: vocabulary(built.folder.config.vocab_size, tokenizer),
     ]
@@ -193,7 +193,13 @@ def two_documents(ids: torch.Tensor, first: int) -> Batch:
     )
 
 
-def gradients(built: Built, optimizer: AdamW, first: Batch, prepare: Prepare | None = None) -> Check:
+def gradients(
+    built: Built,
+    optimizer: AdamW,
+    first: Batch,
+    prepare: Prepare | None = None,
+    loss: own_loss.OwnLoss | None = None,
+) -> Check:
     """Every trainable tensor gets one; LoRA's A only moves once B has, so a zero there is right at the start."""
     whole = first.pairs is not None or first.vision is not None
     batch = first if whole else first_tokens(first, GRADIENT_TOKENS, built.engine.length_multiple)
@@ -231,7 +237,7 @@ def gradients(built: Built, optimizer: AdamW, first: Batch, prepare: Prepare | N
     count = len(here)
     if not finite:
         what, fix = "a gradient is not finite", "check the model's weights; try compute_type: fp32"
-        if own := own_loss.failed_in(built.engine):
+        if own := own_loss.failed_in(built.engine, loss):
             what += f": the loss function {own} gave it, from finite numbers"
             fix = "bound what it takes the logarithm or root of, or divides by: clamp(min=1e-6)"
         return Check("gradients", False, what, fix)

@@ -15,16 +15,20 @@ from erniekit.data.preference import PairRules
 from erniekit.data.report import DataReport
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch
+from erniekit.errors import ConfigError
 from erniekit.losses.dpo import DpoSettings, dpo_loss, metric_names
+from erniekit.losses.own_preference import PairLoss
 from erniekit.parallel.collectives import sum_from
 from erniekit.parallel.engine import Engine, Loss
 from erniekit.parallel.mesh import World
 from erniekit.parallel.step_metrics import StepMetrics
 from erniekit.recipes.built import Built
-from erniekit.recipes.datasets import DataRows, TrainData, open_data
+from erniekit.recipes.data_rows import DataRows
+from erniekit.recipes.datasets import TrainData
 from erniekit.recipes.reference import Reference, RefreshReference, make_reference
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.stage import Prepare, TrainingStage, held_out
+from erniekit.recipes.streaming import open_rows
 from erniekit.recipes.vision_features import no_feature_cache
 from erniekit.recipes.vision_pairs import held_out_pairs, open_vision_pairs, sees
 from erniekit.track.atomic import write_json
@@ -49,9 +53,15 @@ class DPO(TrainingStage):
     def open_data(self, plan: RunPlan, tokenizer: Tokenizer, output: Path) -> TrainData:
         rules = pair_rules(plan.config)
         if plan.folder.config.vision is not None:
+            if plan.config.data.streaming:
+                raise ConfigError(
+                    "pairs for a model that sees are packed by their patches, which are counted before training",
+                    where=plan.config.origin("streaming"),
+                    fix="leave streaming out",
+                )
             data = open_vision_pairs(plan, tokenizer, output, rules)
         else:
-            data = open_data(plan, tokenizer, output, DataRows(rules))
+            data = open_rows(plan, tokenizer, output, DataRows(rules))
         if plan.world.is_main:
             write_json(output / "dpo_train_args.json", train_args(plan.config, data))
         return data
@@ -67,7 +77,7 @@ class DPO(TrainingStage):
     def loss(self, cfg: RunConfig, world: World, step_metrics: StepMetrics | None) -> Loss:
         return partial(
             dpo_loss,
-            settings=settings_of(cfg),
+            settings=settings_of(cfg, self.own_loss if isinstance(self.own_loss, PairLoss) else None),
             step_metrics=step_metrics,
             sum_over_cp=sum_over_cp(world),
             copies=world.layout.cp,
@@ -126,7 +136,7 @@ def train_args(cfg: RunConfig, data: TrainData) -> dict[str, Any]:
     }
 
 
-def settings_of(cfg: RunConfig) -> DpoSettings:
+def settings_of(cfg: RunConfig, own: PairLoss | None = None) -> DpoSettings:
     d = cfg.dpo
     return DpoSettings(
         d.loss_type,
@@ -140,6 +150,7 @@ def settings_of(cfg: RunConfig) -> DpoSettings:
         d.normalize_logps,
         d.reference_free,
         batch_means=cfg.compat.dpo_batch_means,
+        own=own,
     )
 
 

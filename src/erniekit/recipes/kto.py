@@ -19,14 +19,15 @@ from erniekit.data.report import DataReport
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch
 from erniekit.data.unpaired_collate import collate_unpaired
-from erniekit.data.unpaired_source import UNPAIRED
+from erniekit.data.unpaired_source import unpaired_rows
 from erniekit.errors import ConfigError
 from erniekit.losses.kto import METRICS, KtoSettings, kto_loss
 from erniekit.parallel.engine import Engine, Loss
 from erniekit.parallel.mesh import World
 from erniekit.parallel.step_metrics import StepMetrics
 from erniekit.recipes.built import Built
-from erniekit.recipes.datasets import DataRows, TrainData, open_data
+from erniekit.recipes.data_rows import DataRows
+from erniekit.recipes.datasets import TrainData, open_data
 from erniekit.recipes.dpo import pair_rules, sum_over_cp
 from erniekit.recipes.reference import Reference, make_reference
 from erniekit.recipes.run_plan import RunPlan
@@ -120,7 +121,7 @@ class Baseline(Reference):
 
 
 def rows_of(cfg: RunConfig) -> DataRows:
-    return DataRows(pair_rules(cfg), collate_unpaired, UNPAIRED)
+    return DataRows(pair_rules(cfg), collate_unpaired, unpaired_rows)
 
 
 STAGE = KTO()

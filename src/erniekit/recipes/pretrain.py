@@ -13,7 +13,7 @@ from erniekit.data.documents import DocumentRows
 from erniekit.data.formats.columns import as_columns
 from erniekit.data.loader import BatchLoader
 from erniekit.data.mmap_files import TokenFiles
-from erniekit.data.pretrain import EVERYTHING, PretrainData, index_online, open_corpora
+from erniekit.data.pretrain import EVERYTHING, PretrainData, RowStream, index_online, open_corpora
 from erniekit.data.report import DataReport
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch, Sample
@@ -23,6 +23,7 @@ from erniekit.recipes.dataset_files import dataset_files, file_shares
 from erniekit.recipes.datasets import TrainData, every
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.stage import TrainingStage
+from erniekit.recipes.streaming_text import StreamedText, open_streamed_text
 
 
 class Pretraining(TrainingStage):
@@ -34,19 +35,21 @@ class Pretraining(TrainingStage):
     def open_data(self, plan: RunPlan, tokenizer: Tokenizer, output: Path) -> TrainData:
         cfg, world = plan.config, plan.world
         bad = output if world.is_main else None
-        trained = open_rows(cfg, "train", tokenizer, bad)
         wants_eval = cfg.train.do_eval or cfg.train.evaluation_strategy != "no"
         held_out = open_rows(cfg, cfg.data.eval_part, tokenizer, bad) if wants_eval else None
         t = cfg.train
-        per_epoch, accumulation = len(trained.rows), t.gradient_accumulation_steps
+        streamed = open_streamed_text(plan, tokenizer, output) if cfg.data.streaming else None
+        trained: StreamedText | DocumentSplit = streamed or open_rows(cfg, "train", tokenizer, bad)
+        stream = trained.stream
+        per_epoch, accumulation = stream.count_packs(1), t.gradient_accumulation_steps
         per_step = t.per_device_train_batch_size * world.layout.data_ranks * accumulation
         steps_per_epoch = max(1, math.ceil(per_epoch / per_step))
         max_steps = t.max_steps
         if max_steps <= 0:
-            max_steps = max(1, math.ceil(trained.rows.stream.count_packs(t.num_train_epochs) / per_step))
+            max_steps = max(1, math.ceil(stream.count_packs(t.num_train_epochs) / per_step))
         parts: dict[str, Any] = {
             "sources": trained.sources,
-            "stream": trained.rows.stream,
+            "stream": stream,
             "evaluation": held_out.sources if held_out is not None else [],
         }
         return TextData(
@@ -61,7 +64,8 @@ class Pretraining(TrainingStage):
             world=world,
             accumulation=accumulation,
             mtp_tokens=plan.mtp_tokens,
-            rows=trained.rows,
+            rows=trained.rows if isinstance(trained, DocumentSplit) else None,
+            streamed=streamed,
             held_out=held_out.rows if held_out is not None else None,
         )
 
@@ -76,15 +80,17 @@ class Pretraining(TrainingStage):
 @dataclass(frozen=True)
 class TextData(TrainData):
     rows: PretrainData | None = None
+    streamed: StreamedText | None = None  # in place of rows
     held_out: PretrainData | None = None
 
     def fingerprints(self) -> list[str]:
+        if self.streamed is not None:
+            return self.streamed.fingerprints()
         assert self.rows is not None
         return self.rows.fingerprints()
 
     def written(self) -> dict[str, int]:
-        assert self.rows is not None
-        return self.rows.written()
+        return self.rows.written() if self.rows is not None else {}
 
     def eval_fingerprints(self) -> list[str]:
         return self.held_out.fingerprints() if self.held_out is not None else []
@@ -117,6 +123,10 @@ class TextReport(DataReport):
 class DocumentSplit:
     rows: PretrainData
     sources: list[Documents]
+
+    @property
+    def stream(self) -> RowStream:
+        return self.rows.stream
 
 
 def open_rows(cfg: RunConfig, part: str, tokenizer: Tokenizer, output: Path | None) -> DocumentSplit:

@@ -9,7 +9,6 @@ import argparse
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from erniekit.checkpoint.hub import resolve_model
 from erniekit.config import RunConfig, load, need
 from erniekit.config.flat import KEYS
 from erniekit.data.assemble import Dropped
-from erniekit.data.classification import ClassifyJob, ClassRow, classes_in
+from erniekit.data.classification import ClassifyJob, ClassRow, class_rows, classes_in
 from erniekit.data.flag_parser import FlagParser
 from erniekit.data.formats import Raw, detect, rows
 from erniekit.data.formats.columns import Columns, as_columns
@@ -28,12 +27,11 @@ from erniekit.data.reward import RewardJob, reward_rows
 from erniekit.data.storage import listed_files
 from erniekit.data.text_rows import Place, PlainText, documents
 from erniekit.data.thinking import write_out
-from erniekit.data.token_cache import RowKind, TokenSource
 from erniekit.data.tokenise import TokeniseJob
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.data.types import IGNORE, ChatMessage, Conversation, RowProblem, Sample
 from erniekit.data.unpaired import Unpaired, UnpairedSample
-from erniekit.data.unpaired_source import UNPAIRED
+from erniekit.data.unpaired_source import unpaired_rows
 from erniekit.log import colour_on, paint, say
 from erniekit.loss_table import PREFERENCE_KEYS
 
@@ -161,12 +159,11 @@ def _scored_job(
 ) -> TokeniseJob:
     """Of the stages that score answers or texts, beside DPO."""
     stage, d = cfg.train.stage, cfg.data
-    kind: RowKind = UNPAIRED
-    if stage == "RM":
-        kind = reward_rows(file, format, columns)
-    elif stage == "CLS":
-        classes = cfg.score.class_labels or classes_in([file], columns)
-        kind = RowKind("classes", partial(ClassifyJob, classes=classes), TokenSource)
+    if stage == "CLS":
+        classes = cfg.score.class_labels or classes_in([file], columns, [format])
+        kind = class_rows(classes)(file, format, columns)
+    else:
+        kind = (reward_rows if stage == "RM" else unpaired_rows)(file, format, columns)
     rules = None if stage == "CLS" else PairRules(cfg.dpo.max_prompt_len, cfg.dpo.mask_out_eos_token)
     return kind.job(str(file), kind.name, tokenizer, d.max_seq_len, d.overlong, False, rules, d.train_thinking, columns)
 

@@ -17,10 +17,12 @@ from erniekit.losses.scores import REWARD_METRICS, RewardSettings, reward_loss
 from erniekit.parallel.engine import Engine, Loss
 from erniekit.parallel.mesh import World
 from erniekit.parallel.step_metrics import StepMetrics
-from erniekit.recipes.datasets import DataRows, TrainData, open_data
+from erniekit.recipes.data_rows import DataRows
+from erniekit.recipes.datasets import TrainData
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.scoring import ScoringStage
 from erniekit.recipes.stage import Prepare, held_out
+from erniekit.recipes.streaming import open_rows
 from erniekit.train.evaluate import GoOn, evaluate_pairs
 
 
@@ -29,7 +31,7 @@ class RewardModel(ScoringStage):
         return REWARD_METRICS
 
     def open_data(self, plan: RunPlan, tokenizer: Tokenizer, output: Path) -> TrainData:
-        return open_data(plan, tokenizer, output, rows_of(plan.config))
+        return open_rows(plan, tokenizer, output, rows_of(plan.config))
 
     def held_out(
         self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World

@@ -11,7 +11,6 @@ from typing import Any
 from erniekit.config import RunConfig
 from erniekit.data.report import short, total_lines
 from erniekit.data.staged import StagedPacks
-from erniekit.data.stream_order import StreamPacks
 from erniekit.devices.base import Device
 from erniekit.kernels import broken, cudnn_packed, flash4
 from erniekit.kernels.available import installed
@@ -73,7 +72,7 @@ def show_data(data: TrainData) -> None:
         for k, line in enumerate(lines + total_lines([s.report for s in sources])):
             say(f"{label if k == 0 else '':<9}{line}")
     amount = f"{counted(data.max_steps, 'step')}, {counted(data.packs_per_step, 'sequence')} each"
-    if isinstance(data.stream, StreamPacks):
+    if data.is_streamed:
         say(f"train    {amount}; rows are read on while it trains (streaming)")
         return
     fill = sum(s.report.tokens for s in data.sources) / max(1, data.packs_per_epoch * data.stream.max_seq_len)
@@ -120,7 +119,7 @@ def data_facts(data: TrainData) -> dict[str, Any]:
     return {
         "train": [s.report.to_dict() for s in data.sources],
         "eval": [s.report.to_dict() for s in data.evaluation],
-        "packs_per_epoch": None if isinstance(data.stream, StreamPacks) else data.packs_per_epoch,
+        "packs_per_epoch": None if data.is_streamed else data.packs_per_epoch,
         "max_steps": data.max_steps,
         "digests": data.fingerprints(),
     }

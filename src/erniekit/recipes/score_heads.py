@@ -60,7 +60,10 @@ def _classes_of_adapter(cfg: RunConfig) -> tuple[str, ...]:
 
 
 def _classes(cfg: RunConfig, held: tuple[str, ...]) -> tuple[str, ...]:
-    named = cfg.score.class_labels or read_classes(cfg, [file.path for file in dataset_files(cfg, "train")[0]])
+    named = cfg.score.class_labels
+    if not named:
+        files, formats = dataset_files(cfg, "train")
+        named = read_classes(cfg, [file.path for file in files], formats)
     if not cfg.given("class_labels") and held and set(named) <= set(held):
         named = held
     if len(set(named)) < 2 or len(set(named)) < len(named):
@@ -73,8 +76,8 @@ def _classes(cfg: RunConfig, held: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(named)
 
 
-def read_classes(cfg: RunConfig, files: Sequence[Path | str]) -> tuple[str, ...]:
-    return classes_in(files, as_columns(cfg.data.columns, cfg.origin("columns")))
+def read_classes(cfg: RunConfig, files: Sequence[Path | str], formats: Sequence[str | None]) -> tuple[str, ...]:
+    return classes_in(files, as_columns(cfg.data.columns, cfg.origin("columns")), formats)
 
 
 def check_head(cfg: RunConfig, labels: Sequence[str], model: str) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from erniekit.data.given_rows import GivenRows
 from erniekit.errors import ConfigError
 from erniekit.losses.own import TokenLoss
+from erniekit.losses.own_preference import PairLoss
 from erniekit.parallel.mesh import World
 from erniekit.track import Tracker
 from erniekit.train.hooks import Hook
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 class Session:
     hooks: tuple[Hook, ...] = ()
     trackers: tuple[Tracker, ...] = ()
-    loss: TokenLoss | None = None
+    loss: TokenLoss | PairLoss | None = None
     rows: tuple[GivenRows, ...] = ()
 
     def write_rows(self, output: Path, world: World) -> None:

@@ -20,15 +20,17 @@ from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch
 from erniekit.losses.causal import causal_loss
 from erniekit.losses.own import TokenLoss
+from erniekit.losses.own_preference import PairLoss
 from erniekit.parallel.engine import Engine, Loss
 from erniekit.parallel.mesh import World
 from erniekit.parallel.step_metrics import StepMetrics
 from erniekit.recipes.built import Built
 from erniekit.recipes.check import Check
-from erniekit.recipes.datasets import DataRows, TrainData, eval_batches, open_data, sources_for
+from erniekit.recipes.data_rows import DataRows
+from erniekit.recipes.datasets import TrainData, eval_batches, sources_for
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.served_prompts import Compared, first_prompts
-from erniekit.recipes.streaming import open_streamed
+from erniekit.recipes.streaming import open_rows
 from erniekit.train.evaluate import GoOn, evaluate
 from erniekit.train.hooks import Hook
 from erniekit.train.throughput import Throughput
@@ -40,7 +42,7 @@ class TrainingStage:
     chats = True  # rows are conversations: the doctor looks at end tokens and at the chat template
     perplexity = True  # the loss is a mean over tokens
     labels_are_tokens = True  # what a batch's labels hold
-    own_loss: TokenLoss | None = None  # what a trained token costs, where it is not its cross-entropy (own_loss.py)
+    own_loss: TokenLoss | PairLoss | None = None  # of the user: what a trained token or a pair costs (own_loss.py)
 
     def separates_documents(self, cfg: RunConfig) -> bool:
         """Whether documents that share a row must not see each other."""
@@ -55,7 +57,7 @@ class TrainingStage:
         return ()
 
     def open_data(self, plan: RunPlan, tokenizer: Tokenizer, output: Path) -> TrainData:
-        return (open_streamed if plan.config.data.streaming else open_data)(plan, tokenizer, output)
+        return open_rows(plan, tokenizer, output)
 
     def held_out(
         self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World

@@ -20,7 +20,7 @@ from erniekit.checkpoint.manager import CheckpointManager
 from erniekit.checkpoint.probe import Probe
 from erniekit.config import RunConfig
 from erniekit.config.metrics import PREFIX
-from erniekit.data.formats import FORMATS, PREFERENCE_FORMATS
+from erniekit.data.formats import CLASS_FORMATS, FORMATS, PREFERENCE_FORMATS, UNPAIRED_FORMATS
 from erniekit.devices import pick
 from erniekit.errors import Preempted
 from erniekit.log import typed, without_secrets
@@ -98,7 +98,8 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
     if cfg.train.doctor == "on":
         doctor.check_vocabulary(folder, tokenizer)
     run_summary.show_plan(plan)
-    for table in (MODELS, FORMATS, PREFERENCE_FORMATS, TOKEN_LOSSES, PAIR_LOSSES, TRACKERS):
+    formats = (FORMATS, PREFERENCE_FORMATS, UNPAIRED_FORMATS, CLASS_FORMATS)
+    for table in (MODELS, *formats, TOKEN_LOSSES, PAIR_LOSSES, TRACKERS):
         table.installed()  # says which entry points of installed packages are refused
     record = RunRecord(output, command=list(command), version=run_summary.version())
     take_output(cfg)
@@ -150,7 +151,9 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
             max_steps=data.max_steps,
             packs_per_step=data.packs_per_step,
             hooks=hooks,
-            guard=FiniteGuard(cfg.train.max_bad_steps, partial(failed_in, built.engine) if stage.own_loss else None),
+            guard=FiniteGuard(
+                cfg.train.max_bad_steps, partial(failed_in, built.engine, stage.own_loss) if stage.own_loss else None
+            ),
             signals=signals,
             roll_back=lambda s: resume.roll_back(saver, s, disks),
         )

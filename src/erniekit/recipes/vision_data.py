@@ -36,6 +36,7 @@ from erniekit.data.vision.said import VisionRow
 from erniekit.data.vision.tokens import VisionAssembler
 from erniekit.errors import ConfigError
 from erniekit.export.vision_rules import vision_rules
+from erniekit.recipes.data_rows import row_rules
 from erniekit.recipes.dataset_files import dataset_files, file_shares
 from erniekit.recipes.datasets import TrainData, counted, steps_accumulated
 from erniekit.recipes.run_plan import RunPlan
@@ -118,10 +119,7 @@ def text_sources(cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path | None) ->
         [Path(path).expanduser() for path in v.text_dataset_path],
         [None if name == "auto" else name for name in v.text_dataset_type] or [None] * len(v.text_dataset_path),
         tokenizer,
-        max_seq_len=d.max_seq_len,
-        overlong=d.overlong,
-        thinking=d.train_thinking,
-        compat=cfg.compat.erniekit_rows,
+        row_rules(cfg),
         cache_dir=d.cache_dir,
         num_proc=d.dataset_num_proc,
         max_bad_fraction=1.0 if cfg.compat.ignores_bad_rows else d.max_bad_fraction,

@@ -1,30 +1,23 @@
-"""Files that are whole or absent: written under another name, then renamed. Used all over this folder."""
+"""Files that are whole or absent, and on the disk when they are there. Used all over this folder."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
+
+from erniekit.files.part_file import part_file
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[TextIO]:
     """A file to write; it takes the place of `path` only when the block ends without an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")  # one name: what a kill leaves behind is removed next time
-    part.unlink(missing_ok=True)
-    try:
-        with part.open("x", encoding="utf-8") as out:  # a link of that name is never followed
-            yield out
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    with part_file(path, sync=True) as out:
+        yield out
 
 
 def write_text(path: Path, text: str) -> None:

@@ -38,7 +38,7 @@ ADVANCED_ZH: dict[str, str] = {
     "curriculum": "由易到难排列样本：length 按长度，或按某一数值列；不填则不排序。",
     "curriculum_epochs": "按此顺序训练的轮数；之后随机打乱。0 表示每一轮都如此。",
     "greedy_intokens": "从缓冲区中紧凑地拼接；False 表示按读取顺序。",
-    "streaming": "边读取边训练：数据可在本机、网址、对象存储或 Hub；需设置 max_steps，仅限 stage: SFT。",
+    "streaming": "边读取边训练：数据可在本机、网址、对象存储或 Hub；需设置 max_steps，KTO 与 VL-SFT 阶段除外。",
     "shuffle_buffer": "流式读取时，在这么多个样本的区块内打乱；第一步要等一个区块读完。",
     "buffer_size": "拼接时可供挑选的样本数。",
     "random_shuffle": "按随机种子打乱训练数据。",

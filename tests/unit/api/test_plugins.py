@@ -13,12 +13,18 @@ import erniekit
 from erniekit import registry
 from erniekit.cli.main import main
 from erniekit.config import load
+from erniekit.data.classification import class_rows, classes_in
 from erniekit.data.formats import FORMATS
+from erniekit.data.preference import PairRules
+from erniekit.data.tokenizer import load_tokenizer
+from erniekit.data.unpaired_source import unpaired_rows
 from erniekit.devices import pick
 from erniekit.errors import ConfigError, DataError, DeviceError
 from erniekit.loss_table import TOKEN_LOSSES
 from erniekit.models import MODELS
 from erniekit.track import TRACKERS
+from support.jsonl import write_jsonl
+from support.sources import open_source
 
 from .conftest import KEYS
 
@@ -173,7 +179,7 @@ def test_rows_are_read_again_when_the_package_that_reads_them_changes(site: Path
     del sys.modules["moon"]
     from erniekit.data import formats
 
-    formats._reader.cache_clear()
+    formats.reader_of.cache_clear()
     two = erniekit.train(**keys, output_dir=tmp_path / "two")
     assert one.metrics["loss"] != two.metrics["loss"]
 
@@ -281,3 +287,48 @@ def test_what_is_no_preference_loss_and_a_reader_that_fails_are_named(site: Path
         erniekit.train(**keys, loss_type="mean", output_dir=tmp_path / "b")
     with pytest.raises(ConfigError, match=r"the preference loss mean of moon-kit 1\.0 gave the shape \[\]"):
         erniekit.train(**keys, loss_type="mean", output_dir=tmp_path / "c", max_bad_fraction=0.5)
+
+
+JUDGES = """
+from erniekit.data.classification import ClassRow
+from erniekit.data.types import ChatMessage
+from erniekit.data.unpaired import Unpaired
+
+
+def judged(row):
+    said = (ChatMessage("user", row["q"]),), (ChatMessage("assistant", row["a"]),)
+    return [Unpaired(*said, row["stars"] > 3)]
+
+
+def sorted_text(row):
+    return ClassRow(row["q"], "good" if row["stars"] > 3 else "bad")
+"""
+
+
+def test_a_package_reads_rows_of_stages_kto_and_cls(site: Path, base: Path, tmp_path: Path) -> None:
+    entries = {"unpaired_formats": "stars = judge:judged", "class_formats": "stars = judge:sorted_text"}
+    install(site, "judge-kit", entries, judge=JUDGES)
+    rows = write_jsonl(
+        tmp_path / "rows.jsonl",
+        [{"q": f"What is {k}?", "a": f"Number {k}.", "stars": k} for k in range(6)] + [{"q": "lost"}],
+    )
+    plain = write_jsonl(
+        tmp_path / "plain.jsonl",
+        [{"prompt": f"What is {k}?", "completion": f"Number {k}.", "label": k > 3} for k in range(6)],
+    )
+    options: dict = dict(max_seq_len=96, cache_dir=tmp_path / "cache", num_proc=1, max_bad_fraction=1.0)
+    tokenizer = load_tokenizer(base)
+    judged = dict(pairs=PairRules(64), kind=unpaired_rows, **options)
+    own, built_in = open_source(rows, "stars", tokenizer, **judged), open_source(plain, None, tokenizer, **judged)
+    assert [own.sample(i).ids.tolist() for i in range(6)] == [built_in.sample(i).ids.tolist() for i in range(6)]
+    assert own.report.first_bad[0].reason == "stars of judge-kit 1.0: KeyError: 'a'"
+    classes = classes_in([rows], formats=["stars"])
+    assert classes == ("bad", "good")
+    source = open_source(rows, "stars", tokenizer, kind=class_rows(classes), **options)
+    assert [int(source.sample(i).labels[-1]) for i in range(6)] == [0, 0, 0, 0, 1, 1]
+    with pytest.raises(ConfigError, match="unknown dataset type of stage KTO 'star'"):
+        open_source(rows, "star", tokenizer, **judged)
+    assert {(p.kind, p.name, p.problem) for p in erniekit.plugins()} == {
+        ("dataset type of stage KTO", "stars", ""),
+        ("dataset type of stage CLS", "stars", ""),
+    }

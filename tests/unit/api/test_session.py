@@ -153,8 +153,8 @@ def test_a_loss_or_a_callback_that_cannot_be_one_is_refused_before_anything_is_w
     ):
         with pytest.raises(ConfigError, match=why):
             erniekit.train(**keys, loss=loss)
-    with pytest.raises(ConfigError, match="stage: DPO has a loss of its own"):
-        erniekit.train(**keys, loss=smoothed, stage="DPO")
+    with pytest.raises(ConfigError, match="stage: VL-SFT has a loss of its own"):
+        erniekit.train(**keys, loss=smoothed, stage="VL-SFT")
     with ThreadPoolExecutor() as pool, pytest.raises(ConfigError, match="only the main thread receives"):
         pool.submit(erniekit.train, **keys).result()
     with pytest.raises(ConfigError, match="the class Watch is not a callback"):

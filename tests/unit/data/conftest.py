@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from erniekit.data import token_cache, tokenise
-from erniekit.data.token_cache import open_source
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
+from support.sources import open_source
 
 
 @pytest.fixture(scope="module")

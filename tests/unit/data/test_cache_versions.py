@@ -22,18 +22,18 @@ from erniekit.data.pack import PackStream
 from erniekit.data.preference import PairRules
 from erniekit.data.pretrain import PretrainData
 from erniekit.data.text_job import TextJob
-from erniekit.data.token_cache import open_source
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.vision.job import open_vision_source
 from support import seen
 from support.jsonl import write_jsonl
+from support.sources import open_source
 
 # Never edit a line: add one, with the raised number.
 RECORDED = {
-    "SAMPLES": {1: "b40f17d405cd7a57", 2: "d699ab3f082d5233"},
+    "SAMPLES": {1: "b40f17d405cd7a57", 2: "d699ab3f082d5233", 3: "23a8e5ba3c730eb5"},
     "DOCUMENTS": {1: "97d0db3d9bce0404"},
     "ORDER": {1: "2b324ad75325eae8"},
-    "VISION": {1: "992e068d43ddff18"},
+    "VISION": {1: "992e068d43ddff18", 2: "992e068d43ddff18"},
 }
 
 CHATS: dict[str, list[dict]] = {
@@ -43,7 +43,10 @@ CHATS: dict[str, list[dict]] = {
         {"src": ["word " * 200], "tgt": ["too long to fit"]},
         {"src": ["Indent it. "], "tgt": ["    x = 1\n"]},
     ],
-    "alpaca": [{"instruction": "Add.", "input": "1 and 2", "output": "3", "history": [["Hi", "Hello"]]}],
+    "alpaca": [
+        {"instruction": "Add.", "input": "1 and 2", "output": "3", "history": [["Hi", "Hello"]]},
+        {"instruction": "Add.", "input": "2 and 2", "output": "4", "reasoning_content": "Count."},
+    ],
     "messages": [
         {
             "messages": [

@@ -11,9 +11,9 @@ from erniekit.data.compat import CompatOrder, CompatPackStream
 from erniekit.data.loader import BatchLoader
 from erniekit.data.mix import SampleOrder
 from erniekit.data.pack import PackStream
-from erniekit.data.token_cache import open_source
 from erniekit.data.tokenizer import load_tokenizer
 from erniekit.errors import ConfigError, DataError
+from support.sources import open_source
 
 LENGTH = 96
 

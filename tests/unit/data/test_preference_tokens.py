@@ -18,10 +18,11 @@ from erniekit.data.pack import PackStream
 from erniekit.data.preference import PairRules, PairSample, Preference
 from erniekit.data.preference_assemble import assemble_pair
 from erniekit.data.preference_collate import collate_pairs
-from erniekit.data.token_cache import PairSource, open_source, open_sources
+from erniekit.data.token_cache import PairSource
 from erniekit.data.types import IGNORE
 from erniekit.errors import ConfigError, DataError
 from support.jsonl import write_jsonl
+from support.sources import open_source, open_sources
 
 LENGTH = 160
 RULES = PairRules(2048)

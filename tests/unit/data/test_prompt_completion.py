@@ -86,7 +86,7 @@ def test_an_answer_that_is_json_stays_text() -> None:
         ({"question": " ", "answer": "a"}, "empty_text", "question"),
         ({"question": "q", "answer": ""}, "empty_text", "answer"),
         ({"question": "q", "answer": 4}, "wrong_type", "answer"),
-        ({"question": "q", "answer": "a", "tools": TOOLS}, "tools", "tools"),
+        ({"question": "q", "answer": "a", "functions": TOOLS}, "tools", "functions"),
         ({"prompt": [USER, ANSWER], "completion": [ANSWER]}, "role_order", "completion[0].role"),
         ([1], "not_an_object", "prompt"),
     ],

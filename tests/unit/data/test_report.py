@@ -9,10 +9,10 @@ import pytest
 
 from erniekit.data import tokenise
 from erniekit.data.report import DataReport, total_lines
-from erniekit.data.token_cache import open_sources
 from erniekit.data.types import IGNORE, RowProblem
 from erniekit.errors import DataError
 from support.jsonl import small_row, write_jsonl
+from support.sources import open_sources
 
 
 def test_bad_rows_are_all_listed_with_file_line_and_reason(tmp_path, opened):

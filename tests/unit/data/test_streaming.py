@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gzip
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +14,14 @@ import pytest
 from erniekit.data import stream_source
 from erniekit.data.mix import SampleOrder
 from erniekit.data.pack import PackStream
+from erniekit.data.storage import web
 from erniekit.data.stream_order import StreamOrder, StreamPacks
 from erniekit.data.stream_source import StreamSource, file_versions, stream_fingerprint
 from erniekit.data.stream_store import IDS, StreamStore
-from erniekit.data.token_cache import cache_key, row_job
+from erniekit.data.token_cache import cache_key
 from erniekit.errors import DataError
 from support.jsonl import write_jsonl
+from support.sources import row_job
 
 SIZES = (42, 25)
 CHUNK = 8
@@ -288,3 +291,70 @@ def test_a_run_that_was_killed_while_it_removed_its_samples_begins_again(
             first.discard()
     first.close()
     assert not streamed(files[0], store="same").require(SIZES[0] + 1)
+class Parts(BaseHTTPRequestHandler):
+    """A file, and from which byte on it was asked for."""
+
+    content, ranges, starts = b"", True, []
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self._head(0)
+
+    def do_GET(self) -> None:
+        start = int(self.headers.get("Range", "bytes=0-")[6:].partition("-")[0]) if self.ranges else 0
+        self.starts.append(start)
+        self._head(start)
+        try:
+            self.wfile.write(self.content[start:])
+        except OSError:
+            pass  # a reader that has enough
+
+    def _head(self, start: int) -> None:
+        self.send_response(206 if start else 200)
+        self.send_header("ETag", '"1"')
+        self.send_header("Content-Length", str(len(self.content) - start))
+        self.end_headers()
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[str, type[Parts]]]:
+    handler = type("OneFile", (Parts,), {"starts": []})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/rows.jsonl", handler
+        server.shutdown()
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_reader_that_goes_on_asks_the_server_for_the_rest_alone_if_it_sends_parts(
+    ranges: bool, served, streamed: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web, "_TRIES", 1)
+    url, handler = served
+    rows = [said("far", n) | {"x": "-" * 40_000} for n in range(100)]  # 4 MB, of which the head is always looked at
+    rows[20:20] = [{"no": 1}]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    handler.content, handler.ranges = path.read_bytes(), ranges
+    first = streamed(url, bad=0.5)
+    first.require(60)
+    place = first._store.progress.place
+    assert place is not None
+    assert handler.content[place[0] - 1 : place[0]] == b"\n"
+    read = len(first)
+    first.close()
+    handler.starts.clear()
+    again = streamed(url, bad=0.5)
+    assert len(again) == read >= 60
+    again.require(1000)
+    assert again.size == 100
+    if ranges:
+        assert place[0] in handler.starts
+        assert all(start == 0 or start >= place[0] - 1 for start in handler.starts), handler.starts
+    local = streamed(path, store="local", bad=0.5)
+    local.require(1000)
+    assert [again.sample(i).ids.tolist() for i in range(100)] == [local.sample(i).ids.tolist() for i in range(100)]
+    assert again.report.bad == local.report.bad
+    assert again.report.first_bad[0].line == 21

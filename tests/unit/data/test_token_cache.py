@@ -15,11 +15,11 @@ import pytest
 from erniekit.data import cache_versions, row_workers, sealed, token_cache, tokenise
 from erniekit.data.assemble import Assembled, assemble
 from erniekit.data.formats import read
-from erniekit.data.token_cache import open_source
 from erniekit.data.tokenizer import load_tokenizer
 from erniekit.errors import ConfigError, DataError
 from erniekit.files.cache_folder import default_cache_dir
 from support.jsonl import small_row, write_jsonl
+from support.sources import open_source
 
 
 def folders(tmp_path):
@@ -202,10 +202,10 @@ import sys
 import time
 from erniekit.data import tokenise
 from erniekit.data.tokenizer import load_tokenizer
-from erniekit.data.token_cache import open_source
+from erniekit.data.token_cache import RowRules, open_source
 path, folder, cache = sys.argv[1:4]
 PATCH
-source = open_source(path, None, load_tokenizer(folder), max_seq_len=96, cache_dir=cache, num_proc=2)
+source = open_source(path, None, load_tokenizer(folder), RowRules(96), cache_dir=cache, num_proc=2)
 assert "torch" not in sys.modules and "transformers" not in sys.modules
 print(len(source), source.report.from_cache)
 """

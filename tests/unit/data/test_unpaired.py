@@ -11,7 +11,7 @@ from erniekit.data.formats.fields import BadRow
 from erniekit.data.formats.unpaired import unpaired
 from erniekit.data.preference import PairRules
 from erniekit.data.types import IGNORE
-from erniekit.data.unpaired_source import UNPAIRED, UnpairedSource
+from erniekit.data.unpaired_source import UnpairedSource, unpaired_rows
 from erniekit.errors import DataError
 from support.jsonl import write_jsonl
 
@@ -37,8 +37,26 @@ def test_each_form_of_a_row_is_the_same_judged_answer(name):
     assert row.unused == ()
 
 
-def test_a_preference_row_is_two_judged_answers():
-    good, bad = unpaired({"prompt": ASKED, "chosen": SAID, "rejected": "It is 3."})
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": ASKED, "chosen": SAID, "rejected": "It is 3."},
+        {"instruction": ASKED, "chosen": SAID, "rejected": "It is 3."},
+        {"src": [ASKED], "tgt": [], "response": ["It is 3.", SAID], "sort": [0, 1]},
+        {
+            "chosen": f"\n\nHuman: {ASKED}\n\nAssistant: {SAID}",
+            "rejected": f"\n\nHuman: {ASKED}\n\nAssistant: It is 3.",
+        },
+        {
+            "conversations": [{"from": "human", "value": ASKED}],
+            "chosen": {"from": "gpt", "value": SAID},
+            "rejected": {"from": "gpt", "value": "It is 3."},
+        },
+    ],
+)
+def test_a_preference_row_is_two_judged_answers(row):
+    good, bad = unpaired(row)
+    assert [message.content for message in good.prompt] == [ASKED]
     assert (good.answer[0].content, good.desirable) == (SAID, True)
     assert (bad.answer[0].content, bad.desirable) == ("It is 3.", False)
 
@@ -61,7 +79,7 @@ def test_what_is_wrong_with_a_row_is_named(row, says):
 
 def source_of(folder: Path, opened: Callable, rows: list[dict]) -> UnpairedSource:
     rules = PairRules(max_prompt_len=64, mask_out_eos_token=False)
-    return opened(write_jsonl(folder / "rows.jsonl", rows), pairs=rules, kind=UNPAIRED)
+    return opened(write_jsonl(folder / "rows.jsonl", rows), pairs=rules, kind=unpaired_rows)
 
 
 def test_an_answer_goes_behind_the_prompt_of_another_question(tmp_path, opened, tokenizer):

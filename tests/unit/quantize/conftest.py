@@ -12,7 +12,6 @@ import torch
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.checkpoint.model_writer import write_model
 from erniekit.data.collate import collate
-from erniekit.data.token_cache import open_source
 from erniekit.data.tokenizer import load_tokenizer
 from erniekit.data.types import Batch, Pack
 from erniekit.demo.tiny import TRAIN, make_tiny_model
@@ -20,6 +19,7 @@ from erniekit.quant_schemes import QUANT_RECIPES
 from erniekit.quantize.fit import fitted, require_plain
 from erniekit.quantize.layer_weights import Method
 from erniekit.quantize.run import QuantiseJob, quantise
+from support.sources import open_source
 
 STEPS = 12
 

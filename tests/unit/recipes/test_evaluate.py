@@ -18,7 +18,6 @@ from erniekit.cli.main import main
 from erniekit.config import load
 from erniekit.config.rules.frozen import PACKED
 from erniekit.data.collate import collate
-from erniekit.data.token_cache import open_source
 from erniekit.data.tokenizer import load_tokenizer
 from erniekit.data.types import Pack
 from erniekit.errors import CheckpointError, ConfigError, ErnieKitError
@@ -35,6 +34,7 @@ from erniekit.recipes.run_plan import plan_run
 from erniekit.track.results import write_results
 from support.jsonl import write_jsonl
 from support.recorded import tiny_folder
+from support.sources import open_source
 
 KEYS: dict[str, Any] = dict(max_seq_len=160, compute_type="fp32", device="cpu")
 

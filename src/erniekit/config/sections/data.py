@@ -76,7 +76,8 @@ class DataSection:
     random_shuffle: bool = key(True, "Shuffle training rows, by seed.", fixed=True)
     streaming: bool = key(
         False,
-        "Train while the files are read, from disk, a URL, an object store or the hub; needs max_steps. stage: SFT.",
+        "Train while files are read, from disk, a URL, an object store or the hub; needs max_steps. "
+        "All stages but KTO and VL-SFT.",
         fixed=True,
     )
     shuffle_buffer: int = key(

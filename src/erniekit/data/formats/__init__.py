@@ -27,9 +27,11 @@ from erniekit.printable import plain
 from erniekit.registry import Registry, nearest
 
 __all__ = [
+    "CLASS_FORMATS",
     "FORMATS",
     "MAX_ROW_BYTES",
     "PREFERENCE_FORMATS",
+    "UNPAIRED_FORMATS",
     "Detected",
     "Raw",
     "check_columns",
@@ -38,7 +40,9 @@ __all__ = [
     "parse_pair",
     "parsed",
     "read",
+    "reader_of",
     "rows",
+    "sole_format",
 ]
 
 T = TypeVar("T")
@@ -70,34 +74,44 @@ PREFERENCE_FORMATS = Registry(
     },
     group="erniekit.preference_formats",
 )
+# For rows of stage KTO: `unpaired(row) -> list[Unpaired]`; and of stage CLS: `class_row(row) -> ClassRow`. One reader
+# each takes rows of every form that is detected.
+UNPAIRED_FORMATS = Registry(
+    "dataset type of stage KTO",
+    {"unpaired": "erniekit.data.formats.unpaired:unpaired"},
+    group="erniekit.unpaired_formats",
+)
+CLASS_FORMATS = Registry(
+    "dataset type of stage CLS",
+    {"classes": "erniekit.data.classification:read_row"},
+    group="erniekit.class_formats",
+)
 _LOOK_AT = 50  # rows
 
 
 @functools.cache
-def _reader(format: str) -> Callable[[Any, bool], list[Conversation]]:
-    return _reads(FORMATS, format)
-
-
-@functools.cache
-def _pair_reader(format: str) -> Callable[[Any, bool], Preference]:
-    return _reads(PREFERENCE_FORMATS, format)
-
-
-def _reads(table: Registry, format: str) -> Callable[[Any, bool], Any]:
+def reader_of(table: Registry, format: str) -> Callable[..., Any]:
     """A package's reader is another program: whatever it raises is the problem of a row, which is counted and shown."""
     reader, package = table.get(format), table.distribution(format)
     if not package:
         return reader  # type: ignore[no-any-return]
 
-    def read(row: Any, compat: bool) -> Any:
+    def read(*row: Any) -> Any:
         try:
-            return reader(row, compat)
+            return reader(*row)
         except BadRow:
             raise
         except Exception as error:
             raise BadRow("reader_failed", f"{format} of {package}: {type(error).__name__}: {error}"[:300]) from error
 
     return read
+
+
+def sole_format(table: Registry, format: str | None) -> str:
+    """The name in a table whose own reader takes every form that FORMATS knows: that reader's, or a package's."""
+    name = next(iter(table)) if format is None or format in FORMATS else format
+    table.get(name)  # an unknown name is said before the file is read
+    return name
 
 
 def parse(
@@ -110,7 +124,8 @@ def parse(
             raise BadRow("preference", "the row holds two answers to compare: preference data needs `stage: DPO`")
         if isinstance(row, dict) and not compat:
             refuse_media(row)
-        return _reader(format)(row, compat)
+        found: list[Conversation] = reader_of(FORMATS, format)(row, compat)
+        return found
 
     return parsed(raw, line_no, path, conversations, columns)
 
@@ -125,7 +140,8 @@ def parse_pair(
             require(row, *(("response", "sort") if format == "erniekit" else ("chosen", "rejected")))
         if isinstance(row, dict) and not compat:
             refuse_media(row)
-        return _pair_reader(format)(row, compat)
+        found: Preference = reader_of(PREFERENCE_FORMATS, format)(row, compat)
+        return found
 
     return parsed(raw, line_no, path, pair, columns)
 
@@ -156,7 +172,7 @@ def parsed(raw: Raw, line_no: int, path: str | Path, read: Callable[[Any], T], c
 def read(
     path: str | Path, format: str, compat: bool = False, columns: Columns = ()
 ) -> Iterator[tuple[int, Conversation | RowProblem]]:
-    _reader(format)  # an unknown name is said before the file is opened
+    reader_of(FORMATS, format)  # an unknown name is said before the file is opened
     for line_no, raw in rows(path):
         found = parse(raw, line_no, path, format, compat, columns)
         if isinstance(found, RowProblem):

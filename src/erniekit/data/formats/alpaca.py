@@ -9,11 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 from erniekit.data.formats import pairs
-from erniekit.data.formats.erniekit import build
-from erniekit.data.formats.fields import BadRow, holds, named, refuse_tools, require, text, unread
-from erniekit.data.formats.message import from_cell
+from erniekit.data.formats.answers import BESIDE, CALLS, answer_text, attached, beside
+from erniekit.data.formats.erniekit import turns
+from erniekit.data.formats.fields import BadRow, holds, named, require, text, unread
+from erniekit.data.formats.message import MessageReader, from_cell
+from erniekit.data.formats.messages import examples, read_tools
 from erniekit.data.preference import Preference
-from erniekit.data.types import Conversation
+from erniekit.data.types import ChatMessage, Conversation
 
 _ASKED = ("instruction", "question", "prompt")  # what preference sets call the same field
 
@@ -21,33 +23,38 @@ _ASKED = ("instruction", "question", "prompt")  # what preference sets call the 
 def conversations(row: Any, compat: bool) -> list[Conversation]:
     if not isinstance(row, dict):
         raise BadRow("not_an_object", f"a row must be an object with `instruction` and `output`, not {named(row)}")
-    if not compat:
-        refuse_tools(row)
     question = _question(row, "instruction", compat)
-    require(row, "output")
+    given, reader = {} if compat else beside(row), MessageReader(compat)
+    if CALLS not in given:
+        require(row, "output")
     past = [] if compat else _history(row.get("history"))
     questions = [pair[0] for pair in past] + [question]
-    answers = [pair[1] for pair in past] + [text(row["output"], "output")]
-    known = ("instruction", "input", "output", "system", *(() if compat else ("history",)))
-    return [build(row.get("system"), questions, answers, [True] * len(answers), compat, unread(row, known))]
+    answers = [pair[1] for pair in past] + [answer_text(row.get("output"), "output", given)]
+    said = attached([ChatMessage("assistant", words) for words in answers], given, "output", reader, last=True)
+    known = ("instruction", "input", "output", "system", *(() if compat else ("history", "tools", *BESIDE)))
+    unused = (*unread(row, known), *reader.unused)
+    return examples(turns(row.get("system"), questions, said, compat), () if compat else read_tools(row), unused)
 
 
 def preference(row: Any, compat: bool) -> Preference:
     if not isinstance(row, dict):
         raise BadRow("not_an_object", f"a row must be an object with `chosen` and `rejected`, not {named(row)}")
-    if not compat:
-        refuse_tools(row)
     asked = next((field for field in _ASKED if row.get(field) is not None), "instruction")
     question = _question(row, asked, compat)
     require(row, "chosen", "rejected")
     past = [] if compat else _history(row.get("history"))
-    known = (asked, "input", "system", "chosen", "rejected", *(() if compat else ("history", "score_delta")))
+    more = () if compat else ("history", "score_delta", "tools", *BESIDE)
+    reader = MessageReader(compat, preference=True)
+    chosen, rejected = (
+        pairs.answer(row[side], side, given, reader) for side, given in zip(pairs.SIDES, pairs.beside_both(row, compat))
+    )
     return Preference(
         pairs.prompt(row.get("system"), [*(pair[0] for pair in past), question], [pair[1] for pair in past], compat),
-        pairs.answer(row["chosen"], "chosen"),
-        pairs.answer(row["rejected"], "rejected"),
-        score_delta=pairs.score_delta(row, compat),
-        unused=tuple(unread(row, known)),
+        chosen,
+        rejected,
+        () if compat else read_tools(row),
+        pairs.score_delta(row, compat),
+        (*unread(row, (asked, "input", "system", *pairs.SIDES, *more)), *reader.unused),
     )
 
 

@@ -17,7 +17,8 @@ Columns = tuple[tuple[str, str], ...]  # (field, column)
 FIELDS = (
     "prompt", "completion", "response", "question", "query", "answer", "instruction", "input", "context", "output",
     "system", "history", "messages", "conversations", "tools", "chosen", "rejected", "score_delta", "src", "tgt",
-    "sort", "label", "kto_tag", "margin", "is_system", "reasoning_content", "reasoning", "thinking", "text",
+    "sort", "label", "kto_tag", "margin", "is_system", "tool_calls", "reasoning_content", "reasoning", "thinking",
+    "text",
 )  # fmt: skip
 COVERED = "{} (of the file)"  # a column whose name another column was given
 

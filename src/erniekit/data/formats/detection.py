@@ -30,7 +30,7 @@ def _guess(row: Any) -> Detected | None:
     if not isinstance(row, dict):
         return None
     if is_preference(row):
-        return _guess_pair(row)
+        return guess_pair(row)
     if "src" in row:
         return Detected("erniekit", "rows have `src` and `tgt`")
     if "messages" in row:
@@ -62,12 +62,12 @@ def _guess_seen(row: Any) -> Detected | None:
     if (contents or pairs) and (beside or kinds & {"image", "image_url", "video", "video_url"}):
         if pairs:
             why = "rows have pictures or videos and two answers: preference data, for `stage: DPO`"
-            return Detected(_guess_pair(row).format, why, preference=True, vision=True)
+            return Detected(guess_pair(row).format, why, preference=True, vision=True)
         return Detected("messages", "rows have `messages` with pictures or videos", vision=True)
     return None
 
 
-def _guess_pair(row: dict[str, Any]) -> Detected:
+def guess_pair(row: dict[str, Any]) -> Detected:
     if row.get("response") is not None and row.get("sort") is not None:
         format, fields = "erniekit", "`response` and `sort`"
     elif isinstance(row.get("conversations"), list):

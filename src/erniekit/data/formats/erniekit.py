@@ -7,11 +7,14 @@ formats/. Validation is ERNIEKit's: what it skipped as invalid is a bad row here
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from erniekit.data.formats import messages as messages_format
 from erniekit.data.formats import pairs
-from erniekit.data.formats.fields import BadRow, flag, flags, holds, named, refuse_tools, require, text, texts, unread
+from erniekit.data.formats.answers import BESIDE, CALLS, answer_texts, attached, beside
+from erniekit.data.formats.fields import BadRow, flag, flags, holds, named, require, text, texts, unread
+from erniekit.data.formats.message import MessageReader
 from erniekit.data.preference import Preference
 from erniekit.data.types import ChatMessage, Conversation
 
@@ -19,20 +22,24 @@ from erniekit.data.types import ChatMessage, Conversation
 def conversations(row: Any, compat: bool) -> list[Conversation]:
     if not isinstance(row, dict) or ("messages" in row and "src" not in row):
         return messages_format.conversations(row, compat)
-    if not compat:
-        refuse_tools(row)
-    require(row, "src", "tgt")
-    questions, answers = texts(row["src"], "src"), texts(row["tgt"], "tgt")
+    given = {} if compat else beside(row)
+    require(row, "src", *(() if CALLS in given else ("tgt",)))
+    questions, answers = texts(row["src"], "src"), answer_texts(row.get("tgt"), "tgt", given)
     if len(questions) != len(answers):
         raise BadRow("length_mismatch", f"`src` has {len(questions)} entries, `tgt` has {len(answers)}")
     trained = flags(row.get("label"), "label", len(questions), "turns")
-    system, unused = row.get("system"), unread(row, ("src", "tgt", "label", "system", "is_system"))
+    reader = MessageReader(compat)
+    spoken = [ChatMessage("assistant", words, train) for words, train in zip(answers, trained)]
+    spoken = attached(spoken, given, "tgt", reader)
+    known = ("src", "tgt", "label", "system", "is_system", *(() if compat else (*BESIDE, "tools")))
+    system, unused = row.get("system"), unread(row, known)
     if _first_is_system(row, compat):
         unused += _replaced(row)
-        system, questions, answers, trained = questions[0], questions[1:], answers[1:], trained[1:]
+        system, questions, spoken = questions[0], questions[1:], spoken[1:]
         if not questions:
             raise BadRow("no_answer", "`is_system` is 1 and `src` holds nothing but the system text")
-    return [build(system, questions, answers, trained, compat, unused)]
+    tools = () if compat else messages_format.read_tools(row)
+    return messages_format.examples(turns(system, questions, spoken, compat), tools, (*unused, *reader.unused))
 
 
 def _first_is_system(row: dict[str, Any], compat: bool) -> bool:
@@ -45,31 +52,22 @@ def _replaced(row: dict[str, Any]) -> list[str]:
     return [name for name, value in (("system", row.get("system")), ("tgt[0]", row.get("tgt"))) if holds(value)]
 
 
-def build(
-    system: Any,
-    questions: list[str],
-    answers: list[str],
-    trained: list[bool],
-    compat: bool,
-    unused: Sequence[str] = (),
-) -> Conversation:
+def turns(system: Any, questions: list[str], answers: Sequence[ChatMessage], compat: bool) -> list[ChatMessage]:
     """White space of turns is kept; the old reader stripped it. An empty system text is none (it kept its newline)."""
     said = []
     if system is not None:
         system = text(system, "system", empty=True)
         if system or compat:
             said.append(ChatMessage("system", system))
-    for question, answer, train in zip(questions, answers, trained):
+    for question, answer in zip(questions, answers):
         said.append(ChatMessage("user", question.strip() if compat else question))
-        said.append(ChatMessage("assistant", answer.strip() if compat else answer, trained=train))
-    return Conversation(tuple(said), unused=tuple(unused))
+        said.append(replace(answer, content=answer.content.strip()) if compat else answer)
+    return said
 
 
 def preference(row: Any, compat: bool) -> Preference:
     if not isinstance(row, dict) or ("chosen" in row and "src" not in row):
         return messages_format.preference(row, compat)
-    if not compat:
-        refuse_tools(row)
     require(row, "src", "response", "sort")
     questions = texts(row["src"], "src")
     answers = texts(row["tgt"], "tgt") if row.get("tgt") else []
@@ -80,18 +78,24 @@ def preference(row: Any, compat: bool) -> Preference:
             "the question that `response` answers",
         )
     better, worse, delta = _ranked(row)
-    system, unused = row.get("system"), unread(row, ("src", "tgt", "response", "sort", "system", "is_system"))
+    known = ("src", "tgt", "response", "sort", "system", "is_system", *(() if compat else (*BESIDE, "tools")))
+    system, unused = row.get("system"), unread(row, known)
     if _first_is_system(row, compat):
         unused += _replaced(row)
         system, questions, answers = questions[0], questions[1:], answers[1:]
         if not questions:
             raise BadRow("no_question", "`is_system` is 1 and `src` holds nothing but the system text")
+    given, reader = pairs.beside_both(row, compat), MessageReader(compat, preference=True)
+    chosen, rejected = (
+        pairs.answer(row["response"][place], f"response[{place}]", given[place], reader) for place in (better, worse)
+    )
     return Preference(
         pairs.prompt(system, questions, answers, compat),
-        pairs.answer(row["response"][better], f"response[{better}]"),
-        pairs.answer(row["response"][worse], f"response[{worse}]"),
-        score_delta=1.0 if compat else delta,
-        unused=tuple(unused),
+        chosen,
+        rejected,
+        () if compat else messages_format.read_tools(row),
+        1.0 if compat else delta,
+        (*unused, *reader.unused),
     )
 
 

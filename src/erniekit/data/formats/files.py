@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from erniekit import heartbeat
 from erniekit.data.formats.columns import Columns, renamed
@@ -52,6 +52,58 @@ def rows(path: str | Path, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[tuple
                 yield from _text_rows(stream, str(path), stored.name, max_row_bytes)
         else:
             yield from _text_rows(file, str(path), stored.name, max_row_bytes)
+
+
+class RowPlace(NamedTuple):
+    """Behind a row: where reading can go on without the rows before it."""
+
+    offset: int  # bytes
+    row: int  # number of the row
+
+
+def placed_rows(path: str | Path, after: RowPlace | None = None) -> Iterator[tuple[int, Raw, RowPlace | None]]:
+    """As `rows`, each with the place behind it: of lines of UTF-8, not of tables, arrays and packed files. after: go on
+    there, which `can_go_on` has looked at."""
+    stored = located(path)
+    last = 0 if after is None else after.row
+    if not isinstance(stored, HubDataset):
+        try:
+            with stored.open() as file:
+                if _is_lines(file, str(path), stored.name):
+                    if after is not None:
+                        file.seek(after.offset)
+                    for number, raw in _lines(file, str(path), MAX_ROW_BYTES, last):
+                        last = number
+                        yield number, raw, RowPlace(file.tell(), number)
+                    return
+        except (OSError, EOFError) as error:
+            problem = RowProblem(str(path), last + 1, UNREADABLE, f"the file cannot be read further: {error}")
+            yield last + 1, problem, None
+            return
+    assert after is None, "places are given for lines alone"
+    for number, raw in rows(path):
+        yield number, raw, None
+
+
+def can_go_on(path: str | Path, after: RowPlace) -> bool:
+    """Whether a part of the file can be asked for, and a line ends before the place."""
+    stored = located(path)
+    if isinstance(stored, HubDataset):
+        return False
+    try:
+        with stored.open() as file:
+            file.seek(after.offset - 1)
+            return file.read(1) == b"\n"
+    except OSError:
+        return False
+
+
+def _is_lines(file: io.BufferedReader, path: str, name: str) -> bool:
+    _magic(file, path)
+    head = file.peek(_CHUNK)[:_CHUNK]
+    if head[:4] == b"PAR1" or name.lower().endswith(".parquet") or head[:2] == b"\x1f\x8b" or is_table(name):
+        return False
+    return as_utf8(file, path)[0] is file and not _is_array(head.removeprefix(_BOM).lstrip(), name)
 
 
 def file_encoding(path: str | Path) -> TextEncoding:
@@ -134,8 +186,9 @@ def _is_array(head: bytes, name: str) -> bool:
     return first == b"[" or first[-1:] in (b",", b"{")
 
 
-def _lines(stream: IO[bytes], path: str, limit: int) -> Iterator[tuple[int, Raw]]:
-    number = blank = 0
+def _lines(stream: IO[bytes], path: str, limit: int, number: int = 0) -> Iterator[tuple[int, Raw]]:
+    """number: of the lines before."""
+    blank = 0
     while line := stream.readline(limit + 2):
         number += 1
         if len(line) > limit and not line.endswith(b"\n"):

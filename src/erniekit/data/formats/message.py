@@ -55,7 +55,7 @@ class MessageReader:
         content, thinks = self._content(item.get("content"), f"{field}.{self.content_key}", role)
         if thought and thinks and thought != thinks:
             raise BadRow("two_thoughts", f"`{field}` holds two different thoughts")
-        content, thought = self._one_thought(content, thought or thinks, field)
+        content, thought = one_thought(content, thought or thinks, field)
         if not content.strip() and not calls and role in ("user", "assistant"):
             raise BadRow("empty_text", f"`{field}.{self.content_key}` is empty")
         if len(item) > 2:
@@ -102,8 +102,8 @@ class MessageReader:
             self._flagged.add(place)
             if self.preference and not trained:
                 self._unused.update({f"{general(field)}.{key}": None for key in said})
-        calls = self._tool_calls(item.get("tool_calls"), f"{field}.tool_calls")
-        return calls, trained, "" if self.compat else _thought(item, field)
+        calls = self.calls(item.get("tool_calls"), f"{field}.tool_calls")
+        return calls, trained, "" if self.compat else thought_in(item, field)
 
     def _content(self, value: Any, field: str, role: str) -> tuple[str, str]:
         """The text, and the thought of parts that are one."""
@@ -125,18 +125,9 @@ class MessageReader:
                 raise BadRow("not_text", f"`{field}[{i}]` is not a text part; images and video need stage VL-SFT")
             if len(part) > 2:
                 self._note(part, known, f"{field}[{i}].")
-        return "".join(parts), _bare("\n".join(thoughts), field)
+        return "".join(parts), bare_thought("\n".join(thoughts), field)
 
-    def _one_thought(self, content: str, thought: str, field: str) -> tuple[str, str]:
-        """A thought in a field of its own may stand in the content once more; two different ones cannot be right."""
-        if not thought:
-            return content, ""
-        inside, answer = divided(content)
-        if inside and inside != thought:
-            raise BadRow("two_thoughts", f"`{field}` thinks one thing in its content and another in a field of its own")
-        return answer if inside else content, thought
-
-    def _tool_calls(self, value: Any, field: str) -> tuple[dict[str, Any], ...]:
+    def calls(self, value: Any, field: str) -> tuple[dict[str, Any], ...]:
         if not value:
             return ()
         if not isinstance(value, list):
@@ -161,16 +152,26 @@ class MessageReader:
         return tuple(encodable(out, field))
 
 
-def _thought(item: Mapping[str, Any], field: str) -> str:
+def thought_in(item: Mapping[str, Any], field: str) -> str:
     """Under whichever name; under several if they say the same."""
     given = {name: text(item[name], f"{field}.{name}", empty=True) for name in FIELDS if item.get(name) is not None}
-    thoughts = {name: thought for name, words in given.items() if (thought := _bare(words, f"{field}.{name}"))}
+    thoughts = {name: thought for name, words in given.items() if (thought := bare_thought(words, f"{field}.{name}"))}
     if len(set(thoughts.values())) > 1:
         raise BadRow("two_thoughts", f"`{field}` holds different thoughts in {', '.join(thoughts)}")
     return next(iter(thoughts.values()), "")
 
 
-def _bare(words: str, field: str) -> str:
+def one_thought(content: str, thought: str, field: str) -> tuple[str, str]:
+    """A thought in a field of its own may stand in the content once more; two different ones cannot be right."""
+    if not thought:
+        return content, ""
+    inside, answer = divided(content)
+    if inside and inside != thought:
+        raise BadRow("two_thoughts", f"`{field}` thinks one thing in its content and another in a field of its own")
+    return answer if inside else content, thought
+
+
+def bare_thought(words: str, field: str) -> str:
     """Without the tags some data sets keep around it."""
     thought = words.strip().removeprefix(THINK).removesuffix(THOUGHT).strip()
     if THOUGHT in thought:

@@ -6,11 +6,12 @@ conversations. Called through the tables of formats/, and by the erniekit and ch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from erniekit.data.formats import pairs
+from erniekit.data.formats.answers import BESIDE, attached, beside
 from erniekit.data.formats.fields import BadRow, flags, holds, named, require, unread
 from erniekit.data.formats.message import MessageReader, encodable, from_cell, parsed_json
 from erniekit.data.preference import Preference
@@ -19,10 +20,16 @@ from erniekit.data.types import ChatMessage, Conversation
 
 def conversations(row: Any, compat: bool) -> list[Conversation]:
     said, unused = read_messages(row, compat)
-    tools = read_tools(row)
+    return examples(said, read_tools(row), unused)
+
+
+def examples(
+    said: Sequence[ChatMessage], tools: tuple[dict[str, Any], ...], unused: Sequence[str]
+) -> list[Conversation]:
+    """One example, or with tools one per trained answer."""
     if tools or any(message.role == "tool" or message.tool_calls for message in said):
-        return one_per_answer(said, tools, unused)
-    return [Conversation(said, unused=unused)]
+        return one_per_answer(tuple(said), tools, tuple(unused))
+    return [Conversation(tuple(said), unused=tuple(unused))]
 
 
 def one_per_answer(
@@ -51,11 +58,13 @@ def read_messages(
     reader = reader or MessageReader(compat)
     said = reader.read_all(items, field)
     check_order(said, [f"{field}[{i}]" for i in range(len(said))], field, reader.role_key)
+    if not compat:
+        said = attached(said, beside(row), field, reader, last=True)
     said = reader.opening(said, row)
     if row.get("label") is not None:
         count = sum(message.role == "assistant" for message in said)
         said = reader.labelled(said, flags(row["label"], "label", count, "assistant messages"))
-    unused = unread(row, (field, "label", "tools", *reader.row_fields))
+    unused = unread(row, (field, "label", "tools", *reader.row_fields, *(() if compat else BESIDE)))
     return tuple(said), (*unused, *reader.unused)
 
 
@@ -77,8 +86,9 @@ def preference(row: Any, compat: bool, field: str = "messages", reader: MessageR
         raise BadRow("not_an_object", f"a row must be an object with `chosen` and `rejected`, not {named(row)}")
     require(row, "chosen", "rejected")
     reader = reader or MessageReader(compat, preference=True)
-    known = {"chosen", "rejected", "tools", *reader.row_fields, *(() if compat else ("score_delta",))}
-    answers = {name: _answer(row[name], name, reader) for name in ("chosen", "rejected")}
+    known = {"chosen", "rejected", "tools", *reader.row_fields, *(() if compat else ("score_delta", *BESIDE))}
+    both = zip(pairs.SIDES, pairs.beside_both(row, compat))
+    answers = {name: _answer(row[name], name, reader, given) for name, given in both}
     if all(said[0].role != "assistant" for said in answers.values()):  # whole conversations
         for name, said in answers.items():
             check_order(said, [f"{name}[{i}]" for i in range(len(said))], name, reader.role_key)
@@ -109,14 +119,14 @@ def user_says(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def _answer(value: Any, field: str, reader: MessageReader) -> list[ChatMessage]:
-    """A text, texts in turn, one message, or a list of messages."""
+def _answer(value: Any, field: str, reader: MessageReader, given: Mapping[str, Any]) -> list[ChatMessage]:
+    """A text, texts in turn, one message, or a list of messages. given: what stands beside it on the row."""
     value = listed(value, field)
     if isinstance(value, dict):
-        return [reader.read(value, field)]
+        return attached([reader.read(value, field)], given, field, reader)
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-        return reader.read_all(value, field)
-    return list(pairs.answer(value, field))
+        return attached(reader.read_all(value, field), given, field, reader, last=True)
+    return list(pairs.answer(value, field, given, reader))
 
 
 def common(

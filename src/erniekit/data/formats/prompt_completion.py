@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from erniekit.data.formats import alpaca, messages, pairs
+from erniekit.data.formats.answers import BESIDE, CALLS, answer_text, attached, beside
 from erniekit.data.formats.fields import BadRow, flag, holds, named, refuse_tools, require, text, unread
 from erniekit.data.formats.message import MessageReader
 from erniekit.data.preference import Preference
@@ -28,8 +29,11 @@ _TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant): ?")
 
 def asked_and_answered(row: Mapping[str, Any]) -> tuple[str, str] | None:
     """The names of the two fields in this row."""
-    found = [next((name for name in names if row.get(name) is not None), "") for names in (PROMPTS, ANSWERS)]
-    return (found[0], found[1]) if all(found) else None
+    asked = next((name for name in PROMPTS if row.get(name) is not None), "")
+    answered = next((name for name in ANSWERS if row.get(name) is not None), "")
+    if not answered and holds(row.get(CALLS)):  # an answer that is nothing but a call
+        answered = next((name for name in ANSWERS if name in row), "")
+    return (asked, answered) if asked and answered else None
 
 
 def conversations(row: Any, compat: bool) -> list[Conversation]:
@@ -43,22 +47,23 @@ def conversations(row: Any, compat: bool) -> list[Conversation]:
     asked, answered = (messages.listed(row[name], name) for name in names)
     if isinstance(asked, list) or isinstance(answered, (list, dict)):
         return _of_messages(row, names, asked, answered, compat)
-    return [_of_texts(row, *names)]
+    return _of_texts(row, *names, compat)
 
 
-def _of_texts(row: Mapping[str, Any], asked: str, answered: str) -> Conversation:
-    refuse_tools(row)
+def _of_texts(row: Mapping[str, Any], asked: str, answered: str, compat: bool) -> list[Conversation]:
+    if compat:
+        refuse_tools(row)
     parts = [text(row[name], name, empty=True) for name in (asked, *_MORE) if row.get(name) is not None]
     question = "\n".join(part for part in parts if part)
     if not question.strip():
         raise BadRow("empty_text", f"`{asked}` is empty")
-    reader = MessageReader(False)
-    thoughts = {name: row[name] for name in FIELDS if row.get(name) is not None}
-    answer = reader.read({"role": "assistant", "content": text(row[answered], answered), **thoughts}, answered)
+    reader, given = MessageReader(False), beside(row)
     trained = row.get("label") is None or flag(row["label"], "label")
-    said = reader.opening([ChatMessage("user", question), replace(answer, trained=trained)], row)
-    known = (asked, answered, *_MORE, *FIELDS, "system", "label", "tools")
-    return Conversation(tuple(said), unused=(*unread(row, known), *reader.unused))
+    answer = ChatMessage("assistant", answer_text(row[answered], answered, given), trained)
+    said = [ChatMessage("user", question), *attached([answer], given, answered, reader)]
+    known = (asked, answered, *_MORE, *(FIELDS if compat else BESIDE), "system", "label", "tools")
+    unused = (*unread(row, known), *reader.unused)
+    return messages.examples(reader.opening(said, row), () if compat else messages.read_tools(row), unused)
 
 
 def _of_messages(
@@ -66,23 +71,23 @@ def _of_messages(
 ) -> list[Conversation]:
     """What the prompt's assistant says is read, the completion's is learnt."""
     reader = MessageReader(compat)
-    given = asked if isinstance(asked, list) else [messages.user_says(asked)]
-    said = answered if isinstance(answered, list) else [answered]
-    if not isinstance(answered, (list, dict)):
-        said = [{"role": "assistant", "content": answered}]
-    prompt = [replace(message, trained=False) for message in reader.read_all(given, names[0])]
-    completion = reader.read_all(said, names[1])
+    opening = asked if isinstance(asked, list) else [messages.user_says(asked)]
+    prompt = [replace(message, trained=False) for message in reader.read_all(opening, names[0])]
+    given = {} if compat else beside(row)
+    if isinstance(answered, (list, dict)):
+        completion = reader.read_all(answered if isinstance(answered, list) else [answered], names[1])
+    else:
+        completion = [ChatMessage("assistant", answer_text(answered, names[1], given))]
+    completion = attached(completion, given, names[1], reader, last=True)
     places = [f"{names[0]}[{i}]" for i in range(len(prompt))] + [f"{names[1]}[{i}]" for i in range(len(completion))]
     messages.check_order([*prompt, *completion], places, names[1])
     if row.get("label") is not None:
         trained = flag(row["label"], "label")
         completion = [replace(message, trained=message.trained and trained) for message in completion]
     opened = tuple(reader.opening([*prompt, *completion], row))
-    unused = (*unread(row, (*names, "tools", "label", *reader.row_fields)), *reader.unused)
-    tools = messages.read_tools(row)
-    if tools or any(message.role == "tool" or message.tool_calls for message in opened):
-        return messages.one_per_answer(opened, tools, unused)
-    return [Conversation(opened, unused=unused)]
+    known = (*names, "tools", "label", *reader.row_fields, *(() if compat else BESIDE))
+    unused = (*unread(row, known), *reader.unused)
+    return messages.examples(opened, messages.read_tools(row), unused)
 
 
 def preference(row: Any, compat: bool) -> Preference:
@@ -94,13 +99,18 @@ def preference(row: Any, compat: bool) -> Preference:
         return messages.preference(row, compat)
     if any(holds(row.get(name)) for name in PROMPTS):
         return alpaca.preference(row, compat)
-    refuse_tools(row)
-    prompt, better, worse = divided_at_difference(text(chosen, "chosen"), text(rejected, "rejected"))
-    known = ("chosen", "rejected", "score_delta", "system")
-    said = MessageReader(compat, preference=True).opening(prompt, row)
+    if compat:
+        refuse_tools(row)
+    reader = MessageReader(compat, preference=True)
+    prompt, *answers = divided_at_difference(text(chosen, "chosen"), text(rejected, "rejected"))
+    given = pairs.beside_both(row, compat)
+    better, worse = (
+        attached(said, one, side, reader, last=True) for said, one, side in zip(answers, given, pairs.SIDES)
+    )
+    known = ("chosen", "rejected", "score_delta", "system", *(() if compat else (*BESIDE, "tools")))
     return Preference(
-        tuple(said), tuple(better), tuple(worse),
-        score_delta=pairs.score_delta(row, compat), unused=tuple(unread(row, known)),
+        tuple(reader.opening(prompt, row)), tuple(better), tuple(worse), () if compat else messages.read_tools(row),
+        pairs.score_delta(row, compat), (*unread(row, known), *reader.unused),
     )  # fmt: skip
 
 

@@ -55,14 +55,11 @@ class ShareGptReader(MessageReader):
 
 def conversations(row: Any, compat: bool) -> list[Conversation]:
     said, unused = messages.read_messages(row, compat, FIELD, ShareGptReader(compat))
-    tools = _tools(row)
-    if tools or any(message.role == "tool" or message.tool_calls for message in said):
-        return messages.one_per_answer(said, tools, unused)
-    return [Conversation(said, unused=unused)]
+    return messages.examples(said, read_tools(row), unused)
 
 
 def preference(row: Any, compat: bool) -> Preference:
-    given = {**row, "tools": list(_tools(row))} if isinstance(row, dict) and holds(row.get("tools")) else row
+    given = {**row, "tools": list(read_tools(row))} if isinstance(row, dict) and holds(row.get("tools")) else row
     return messages.preference(given, compat, FIELD, ShareGptReader(compat, preference=True))
 
 
@@ -72,7 +69,7 @@ def _calls(value: Any, field: str) -> list[Any]:
     return given if isinstance(given, list) else [given]
 
 
-def _tools(row: Any) -> tuple[dict[str, Any], ...]:
+def read_tools(row: Any) -> tuple[dict[str, Any], ...]:
     """A bare function is a tool of type function: what chat templates read."""
     tools = messages.read_tools(row)
     return tuple({"type": "function", "function": tool} if _is_bare(tool) else tool for tool in tools)

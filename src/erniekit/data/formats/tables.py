@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from erniekit import heartbeat
+from erniekit.data.thinking import FIELDS
 from erniekit.data.types import UNREADABLE, RowProblem
 from erniekit.errors import DataError
 
@@ -22,7 +23,7 @@ _HEAD = 1 << 16
 _ESCAPED, _DOUBLED = re.compile(r'\\"(?!")'), re.compile(r'[^,;|\t\r\n"]""|""[^,;|\t\r\n"]')
 # Fields that are a number or a flag in other files, and those that are a list there.
 _NUMBERS = ("label", "is_system", "score_delta")
-_LISTS = ("src", "tgt", "response", "sort", "label")
+_LISTS = ("src", "tgt", "response", "sort", "label", "tool_calls")
 _TRUTH = {"true": True, "false": False}
 
 
@@ -121,13 +122,15 @@ def _header(cells: list[str], path: str) -> list[str]:
 def typed(row: TableRow) -> dict[str, Any]:
     """Cells as the fields of that name are elsewhere: numbers, flags, lists."""
     out = dict(row)
-    for field in _LISTS:
+    for field in (*_LISTS, *FIELDS):
         cell = out.get(field)
         if isinstance(cell, str) and cell.lstrip().startswith("["):
             try:
-                out[field] = json.loads(cell)
+                found = json.loads(cell)
             except ValueError:
                 continue  # text that begins with a bracket
+            if field in _LISTS or all(one is None or isinstance(one, str) for one in found):  # a thought may be [1, 2]
+                out[field] = found
     for field in _NUMBERS:
         cell = out.get(field)
         if isinstance(cell, str):

@@ -8,9 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from erniekit.data.formats import alpaca, erniekit, messages
+from erniekit.data.formats import PREFERENCE_FORMATS, alpaca, erniekit, messages, sharegpt
+from erniekit.data.formats.answers import beside
+from erniekit.data.formats.detection import guess_pair
 from erniekit.data.formats.fields import BadRow, flag, is_preference, named, require
+from erniekit.data.formats.message import MessageReader
+from erniekit.data.formats.pairs import SIDES
 from erniekit.data.preference import Preference
+from erniekit.data.types import ChatMessage
 from erniekit.data.unpaired import Unpaired
 
 VERDICTS = ("label", "kto_tag")  # TRL's name, and LLaMA-Factory's
@@ -26,8 +31,13 @@ def unpaired(row: Any) -> list[Unpaired]:
         answers = ((pair.chosen, True), (pair.rejected, False))
         return [Unpaired(pair.prompt, answer, good, pair.tools, pair.unused) for answer, good in answers]
     desirable = _verdict(row)
-    pair = _preference(_as_pair({name: value for name, value in row.items() if name not in VERDICTS}))
-    return [Unpaired(pair.prompt, pair.chosen, desirable, pair.tools, pair.unused)]
+    rest = {name: value for name, value in row.items() if name not in VERDICTS}
+    if row.get("completion") is not None:
+        require(row, "prompt")
+        pair = messages.preference(_twice(rest, "completion"), False)
+        return [Unpaired(pair.prompt, pair.chosen, desirable, pair.tools, pair.unused)]
+    said, tools, unused = _conversation(rest)
+    return [Unpaired(said[:-1], said[-1:], desirable, tools, unused)]
 
 
 def _verdict(row: Mapping[str, Any]) -> bool:
@@ -42,37 +52,31 @@ def _verdict(row: Mapping[str, Any]) -> bool:
     return flag(value, given[0])
 
 
-def _as_pair(row: dict[str, Any]) -> dict[str, Any]:
-    """The row as a preference whose two answers are the same: every format reads those already."""
-    if row.get("completion") is not None:
-        require(row, "prompt")
-        return _answered(row, "completion", row["completion"])
-    if row.get("src") is not None:
-        require(row, "tgt")
-        said = [row["tgt"]] if isinstance(row["tgt"], str) else row["tgt"]
-        if not isinstance(said, list) or not said:
-            raise BadRow("wrong_type", f"`tgt` must be text or a list of texts, not {named(row['tgt'])}")
-        return {**row, "tgt": said[:-1], "response": [said[-1], said[-1]], "sort": [1, 0]}
+def _conversation(
+    row: dict[str, Any],
+) -> tuple[tuple[ChatMessage, ...], tuple[dict[str, Any], ...], tuple[str, ...]]:
+    """What a row of any format says, its tools, and the names of fields that are not used."""
     if row.get("messages") is not None:
-        said = row["messages"]
-        if not isinstance(said, list) or len(said) < 2:
-            raise BadRow("wrong_type", "`messages` must be a list of a prompt's messages and the answer")
-        return {**row, "messages": said[:-1], "chosen": said[-1:], "rejected": said[-1:]}
-    if row.get("instruction") is not None:
-        require(row, "output")
-        return _answered(row, "output", row["output"])
-    require(row, "prompt", "completion")
-    raise AssertionError("unreachable")
+        said, unused = messages.read_messages(row, False, reader=MessageReader(False, preference=True))
+        return said, messages.read_tools(row), unused
+    if row.get("conversations") is not None:
+        reader = sharegpt.ShareGptReader(False, preference=True)
+        said, unused = messages.read_messages(row, False, sharegpt.FIELD, reader)
+        return said, sharegpt.read_tools(row), unused
+    if row.get("src") is None and row.get("instruction") is None:
+        require(row, "prompt", "completion")
+    # With tools one conversation per answer, each the beginning of the next.
+    found = (erniekit if row.get("src") is not None else alpaca).conversations(row, False)[-1]
+    return found.messages, found.tools, found.unused
 
 
-def _answered(row: dict[str, Any], field: str, answer: Any) -> dict[str, Any]:
+def _twice(row: dict[str, Any], field: str) -> dict[str, Any]:
+    """The row as a preference whose two answers are the same: texts, messages and lists of them are read there."""
     rest = {name: value for name, value in row.items() if name != field}
-    return {**rest, "chosen": answer, "rejected": answer}
+    beside_answer = {name: {side: value for side in SIDES} for name, value in beside(row).items()}
+    return {**rest, **beside_answer, **{side: row[field] for side in SIDES}}
 
 
 def _preference(row: dict[str, Any]) -> Preference:
-    if "response" in row and "sort" in row:
-        return erniekit.preference(row, False)
-    if row.get("instruction") is not None:
-        return alpaca.preference(row, False)
-    return messages.preference(row, False)
+    pair: Preference = PREFERENCE_FORMATS.get(guess_pair(row).format)(row, False)
+    return pair

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from erniekit.data.formats.fields import BadRow, named
+from erniekit.data.formats.fields import BadRow, holds, named
 from erniekit.data.formats.message import MessageReader
 from erniekit.data.formats.messages import read_messages
 from erniekit.data.media.limits import MediaError
@@ -92,6 +92,7 @@ class ChatMedia:
 
 def read_chat_row(row: Any, folder: Path, compat: bool) -> VisionRow:
     row = {"messages": row} if isinstance(row, list) else dict(row)
+    refuse_tools(row)
     media = ChatMedia(folder)
     if isinstance(row.get("messages"), list):
         row["messages"] = [
@@ -121,10 +122,19 @@ def read_prompt(messages: Sequence[Any], folder: Path | None = None) -> VisionRo
     return VisionRow(tuple(said), tuple(media.found), reader.unused)
 
 
+def refuse_tools(row: Mapping[str, Any]) -> None:
+    if holds(row.get("tools")):
+        raise BadRow("tools", "the row has `tools`, which the template of models that see does not render")
+
+
+def refuse_calls(said: Sequence[ChatMessage]) -> None:
+    if any(message.role == "tool" or message.tool_calls for message in said):
+        raise BadRow("tools", "tool calls beside pictures are not supported")
+
+
 def _refuse_media_elsewhere(said: Sequence[ChatMessage]) -> None:
+    refuse_calls(said)
     for i, message in enumerate(said):
-        if message.role == "tool" or message.tool_calls:
-            raise BadRow("tools", "tool calls beside pictures are not supported")
         if message.role != "user" and media_in(message):
             raise BadRow("media_in_answer", f"`messages[{i}]` is from {message.role} and holds a picture")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from erniekit.data.formats import FORMATS
 from erniekit.data.formats.fields import BadRow, holds, is_preference
-from erniekit.data.vision.chat_rows import ChatMedia, read_chat_row, replace_tags
+from erniekit.data.vision.chat_rows import ChatMedia, read_chat_row, refuse_calls, refuse_tools, replace_tags
 from erniekit.data.vision.rows import read_info_row
 from erniekit.data.vision.said import VisionRow
 
@@ -28,7 +28,9 @@ def read_vision_row(row: Any, folder: Path, format: str, compat: bool) -> Vision
         format = "erniekit" if "src" in row else "alpaca" if "instruction" in row else format
         if not compat:
             _refuse_pictures(row)
+        refuse_tools(row)
     said = FORMATS.get(format)(row, False)[0]
+    refuse_calls(said.messages)
     return VisionRow(said.messages, (), said.unused)
 
 

@@ -7,11 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from erniekit.data.formats.answers import BESIDE, attached, beside
 from erniekit.data.formats.fields import BadRow, flag, named, require, text, unread
+from erniekit.data.formats.message import MessageReader, one_thought, thought_in
 from erniekit.data.media.limits import MediaError
 from erniekit.data.media.place import MediaPlace, from_base64, located
 from erniekit.data.thinking import THINK, THOUGHT
 from erniekit.data.types import ChatMessage
+from erniekit.data.vision.chat_rows import refuse_calls
 from erniekit.data.vision.said import BOUND, UNTRAINED, GivenMedium, VisionRow, mark, refuse_marks
 
 _KNOWN = ("text_info", "text_list", "image_info", "video_info", "order", "is_system", "is_video", "prefix")
@@ -38,13 +41,18 @@ def read_info_row(row: dict[str, Any], folder: Path, compat: bool) -> VisionRow:
     lost = compat and bool(videos)  # ERNIEKit forgets `prefix` and `is_system` of a row with a video
     if not texts or texts[0].get("tag") != "mask":
         raise BadRow("role_order", "the first text must be tagged mask: a question comes before an answer")
-    said = _messages(items, system and not lost)
+    said = _messages(items, system and not lost, thoughts=not compat)
+    if not compat:
+        said = attached(said, beside(row), "text_info", MessageReader(False), last=True)
+        refuse_calls(said)
+        if any(message.thought and UNTRAINED in message.content for message in said):
+            raise BadRow("bad_label", "the texts of an answer with a thought have different labels")
     if said[-1].role != "assistant":
         raise BadRow("no_answer", "the last text must be tagged no_mask: an answer comes last")
     prefix = refuse_marks(text(row.get("prefix") or "", "prefix", empty=True), "prefix")
     if lost or (compat and not _thinks(texts)):  # ERNIEKit puts an empty thought there, or nothing
         prefix = ""
-    unused = tuple(unread(row, (*_KNOWN, "name")))
+    unused = tuple(unread(row, (*_KNOWN, "name", *(() if compat else BESIDE))))
     return VisionRow(tuple(said), tuple(media), unused, all_trained=lost, thinks=_thinks(texts), prefix=prefix)
 
 
@@ -191,7 +199,8 @@ def _text(entry: dict[str, Any], field: str, compat: bool) -> tuple[str, str]:
     return role, rewritten_table(content) if compat and role == "assistant" else content
 
 
-def _messages(items: list[Item], system: bool) -> list[ChatMessage]:
+def _messages(items: list[Item], system: bool, thoughts: bool) -> list[ChatMessage]:
+    """thoughts: those beside a text are read."""
     said: list[ChatMessage] = []
     runs: list[tuple[str, list[Item]]] = []
     for item in items:
@@ -205,12 +214,22 @@ def _messages(items: list[Item], system: bool) -> list[ChatMessage]:
         else:  # the last decides about the end of the answer
             contents = [content if trained else UNTRAINED + content for (_, content, _), trained in zip(run, labels)]
         trained = role == "user" or any(labels)
-        said.append(ChatMessage(role, BOUND.join(contents), trained))
+        thought = _thought([entry for _, _, entry in run]) if thoughts and role == "assistant" else ""
+        content, thought = one_thought(BOUND.join(contents), thought, "text_info")
+        said.append(ChatMessage(role, content, trained, thought=thought))
     if system:
         if len(said) < 4:
             raise BadRow("no_answer", "`is_system` is 1 and no question follows the system text and its answer")
         said[:2] = [ChatMessage("system", said[0].content)]
     return said
+
+
+def _thought(entries: list[dict[str, Any]]) -> str:
+    """Of an answer, which is one text or several."""
+    found = [refuse_marks(thought_in(entry, "text_info"), "text_info") for entry in entries]
+    if any(found[1:]):
+        raise BadRow("bad_thought", "a thought stands beside the first text of an answer, not beside a later one")
+    return found[0]
 
 
 _RULE = re.compile(r"^(\s*\|?\s*:?-+:?\s*\|)+\s*$")

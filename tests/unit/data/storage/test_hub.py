@@ -13,9 +13,10 @@ from erniekit.data.formats import detect, rows
 from erniekit.data.storage import located
 from erniekit.data.stream_source import StreamSource, file_versions, stream_fingerprint
 from erniekit.data.stream_store import StreamStore
-from erniekit.data.token_cache import cache_key, row_job
+from erniekit.data.token_cache import cache_key
 from erniekit.errors import DataError
 from support.jsonl import write_jsonl
+from support.sources import row_job
 
 ROWS = [{"question": f"q{n}", "answer": f"a{n}"} for n in range(50)]
 

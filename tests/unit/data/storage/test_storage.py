@@ -12,10 +12,10 @@ import pytest
 
 from erniekit.data.formats import rows
 from erniekit.data.storage import as_place, is_remote, listed_files, located
-from erniekit.data.token_cache import open_source
 from erniekit.data.types import RowProblem
 from erniekit.errors import DataError
 from support.jsonl import write_jsonl
+from support.sources import open_source
 
 ROWS = [{"src": [f"question {n} of many"], "tgt": [f"answer {n}"]} for n in range(300)]
 

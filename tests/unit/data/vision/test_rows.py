@@ -172,3 +172,40 @@ def test_pictures_of_a_pair_whose_question_is_a_plain_text_are_seen() -> None:
     pair = {"instruction": "<image>what?", "images": ["a.png"], "chosen": "a bar.", "rejected": "a star."}
     read = read_vision_pair(pair, HERE, "alpaca")
     assert [media_in(message) for message in read.messages] == [[0]]
+
+
+def test_a_thought_beside_a_text_is_that_of_a_message() -> None:
+    asked = info()["text_info"][0]
+    beside = {"text": "a bar.", "tag": "no_mask", "reasoning_content": "it is long"}
+    rows = [info(text_info=[asked, beside]), info(thinking="it is long")]
+    like = read_chat_row(said(IMAGE, {"type": "text", "text": "what?"}, reasoning_content="it is long"), HERE, False)
+    for row in rows:
+        found = read_info_row(row, HERE, False)
+        assert (found.messages[-1], found.unused) == (like.messages[-1], ())
+    old = read_info_row(rows[1], HERE, True)
+    assert (old.messages[-1].thought, old.unused) == ("", ("thinking",))
+
+
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    [
+        (said(IMAGE, tools=[{"type": "function"}]), "tools"),
+        ({"src": ["q"], "tgt": ["a"], "tools": [{"type": "function"}]}, "tools"),
+        ({"instruction": "q", "output": "", "tool_calls": [{"name": "f"}]}, "tools"),
+        (info(tool_calls=[{"name": "f"}]), "tools"),
+        (
+            info(
+                text_info=[
+                    {"text": "what?", "tag": "mask"},
+                    {"text": "a", "tag": "no_mask"},
+                    {"text": "b", "tag": "no_mask", "reasoning": "r"},
+                ]
+            ),
+            "bad_thought",
+        ),
+    ],
+)
+def test_tools_and_misplaced_thoughts_are_bad_rows(row: dict, kind: str) -> None:
+    with pytest.raises(BadRow) as refused:
+        read_vision_row(row, HERE, "erniekit", False)
+    assert refused.value.kind == kind
