@@ -187,7 +187,7 @@ def test_the_terminal_shows_a_picture_with_a_question(server, tmp_path):
     )  # fmt: skip
     assert "picture a.png (" in done.stdout
     assert "goes with the next question" in done.stdout
-    asked = [int(line.split("[")[-1].split()[0]) for line in done.stdout.splitlines() if "tokens asked" in line]
+    asked = [int(line.split("[")[-1].split()[0]) for line in done.stdout.splitlines() if "prompt tokens" in line]
     assert len(asked) == 2
     assert asked[1] > asked[0] + 12, "the history keeps the first picture"
     assert "gone.png" in done.stdout

@@ -54,7 +54,7 @@ class TextPrompts:
 
 @dataclass(frozen=True)
 class SeenChat:
-    """Messages for a model that sees: the bytes of media are elsewhere, their headers are known."""
+    """Messages for a vision-language model: the bytes of media are elsewhere, their headers are known."""
 
     row: VisionRow
     headers: dict[str, MediaHeader]  # by the path of a source

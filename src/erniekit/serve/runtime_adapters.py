@@ -36,7 +36,7 @@ OpenAdapter = Callable[[str, str, Path], tuple[nn.Module, ServedModel]]
 
 
 class RuntimeAdapters:
-    """models: those of the API, which this changes, in the event loop alone."""
+    """models: those of the API, which this changes, in the event loop only."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class RuntimeAdapters:
         self._loading = asyncio.Lock()
 
     async def load(self, name: str, path: str, replaces: bool = False) -> str:
-        """What was done, in words; RequestError where it cannot be."""
+        """A message on what was done; RequestError where it cannot be."""
         self._check_name(name, replaces)
         folder = self._allowed(path)
         async with self._loading:
@@ -110,7 +110,7 @@ class RuntimeAdapters:
                         return folder
                 except (OSError, RuntimeError):  # links that lead in a circle are the second
                     continue
-        # The same words for what is absent and what is not allowed: a client learns nothing of other folders.
+        # The same message for what is absent and what is not allowed: a client learns nothing of other folders.
         raise RequestError(400, "lora_path is not a folder below one of the server's lora_dirs", param="lora_path")
 
     async def _opened(self, name: str, engine_name: str, folder: Path) -> tuple[nn.Module, ServedModel]:

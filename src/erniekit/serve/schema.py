@@ -41,7 +41,7 @@ class _Object(BaseModel):
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
 
-# Fields of OpenAI's and of other servers' interfaces that change an answer, and the values that ask for nothing.
+# Fields of OpenAI's and of other servers' interfaces that change an answer, and the values that request nothing.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (),
@@ -150,7 +150,7 @@ class MessagePart(TypedDict, total=False):
 
     type: Required[Annotated[str, Field(max_length=32)]]
     text: str | None
-    image_url: str | dict[str, Any] | None  # of models that see; `data:` URLs alone are read
+    image_url: str | dict[str, Any] | None  # of vision-language models; only `data:` URLs are read
     video_url: str | dict[str, Any] | None
 
 

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from erniekit.serve.loaded_models import LoadedModels
     from erniekit.serve.middleware import Middleware
 
-ENGINE_S = 2.0  # for the engine's thread to end, once it is told to
+ENGINE_S = 2.0  # for the engine's thread to end, once it is stopped
 SWITCH_S = (
     0.001  # the engine's thread and the event loop's take turns: with Python's 5 ms a step could wait for a stream
 )
-LEFT_S = 5.0  # beyond drain_timeout, for the last words to be sent
+LEFT_S = 5.0  # beyond drain_timeout, for the last events to be sent
 
 
 def server_command(args: list[str]) -> int:
@@ -159,7 +159,7 @@ async def warm_up(loaded: LoadedModels) -> None:
 
 
 def make_application(cfg: RunConfig, loaded: LoadedModels, key: str | None) -> Middleware:
-    """The application with the keys of this run as what a request gets that does not say."""
+    """The application with the keys of this run as defaults of requests."""
     from erniekit.serve.api import ApiSettings, make_app
     from erniekit.serve.media_turns import MediaSettings
     from erniekit.serve.request_parsing import SamplingDefaults
@@ -176,7 +176,7 @@ def make_application(cfg: RunConfig, loaded: LoadedModels, key: str | None) -> M
         s.repetition_penalty,
         s.enable_thinking if cfg.given("enable_thinking") else None,
     )
-    # With a key, no site that a browser shows can ask anything: it does not have the key.
+    # With a key, no site that a browser shows can request anything: it does not have the key.
     hosts = Hosts.of(s.host, s.server_names)
     media = MediaSettings(cfg.vision.media_num_proc or MediaSettings.processes)
     settings = ApiSettings(
@@ -211,7 +211,7 @@ def run(cfg: RunConfig, loaded: LoadedModels, sock: socket.socket, key: str | No
         def handle_exit(self, sig: int, frame: Any) -> None:
             if self.should_exit:
                 try:
-                    asyncio.get_running_loop().call_soon_threadsafe(self._hurry)
+                    asyncio.get_running_loop().call_soon_threadsafe(self._end_now)
                 except RuntimeError:  # the loop has ended already
                     self.force_exit = True
             deadline.within(AGAIN_S if self.should_exit else s.drain_timeout + LEFT_S + 1)
@@ -219,16 +219,16 @@ def run(cfg: RunConfig, loaded: LoadedModels, sock: socket.socket, key: str | No
             if not self.should_exit:
                 super().handle_exit(sig, frame)
 
-        def _hurry(self) -> None:
+        def _end_now(self) -> None:
             """Asked twice: waiting clients get an error, and a second to read it."""
             application.app.state.api.end_answers()
             asyncio.get_running_loop().call_later(AGAIN_S / 2, setattr, self, "force_exit", True)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            telling = asyncio.ensure_future(self._end_answers())
+            ending = asyncio.ensure_future(self._end_answers())
             await super().shutdown(sockets)
-            deadline.told = not self.server_state.tasks
-            telling.cancel()
+            deadline.answers_ended = not self.server_state.tasks
+            ending.cancel()
 
         async def _end_answers(self) -> None:
             await asyncio.sleep(s.drain_timeout)
@@ -236,7 +236,7 @@ def run(cfg: RunConfig, loaded: LoadedModels, sock: socket.socket, key: str | No
             stop = threading.Thread(target=loaded.engine.stop, args=("the server is stopping",), daemon=True)
             stop.start()
             await asyncio.sleep(LEFT_S / 2)
-            application.app.state.api.end_answers()  # for those whom a hanging engine does not tell
+            application.app.state.api.end_answers()  # for requests that a hanging engine does not end
 
     # uvicorn raises the signal once more when it is done; the answer is the exit code, not a death by signal.
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -249,4 +249,4 @@ def run(cfg: RunConfig, loaded: LoadedModels, sock: socket.socket, key: str | No
         signal.signal(number, lambda *_: deadline.within(AGAIN_S))
     say("stopped")
     deadline.settle()
-    return 0 if deadline.told else 1
+    return 0 if deadline.answers_ended else 1

@@ -29,7 +29,7 @@ from erniekit.serve.engines import EXTERNAL, supervisor
 from erniekit.serve.engines.engine_program import DTYPES, EngineProgram, Target
 
 STARTED_LENGTH = 2048  # of the context where max_model_len is not given: these engines reserve memory for all of it
-KILL_S = 10.0  # after the grace, for those that do not hear
+KILL_S = 10.0  # after the grace period, for processes that do not react
 
 
 def is_installed(program: EngineProgram, python: str | None) -> bool:
@@ -101,7 +101,7 @@ def make_target(cfg: RunConfig, program: EngineProgram, key: str | None) -> Targ
             fix="erniekit export merges it into its base",
         )
     rank = max((max(u.rank for u in adapter.updates.values()) for adapter in adapters.values()), default=0)
-    sock = bind(cfg.serve.host, cfg.serve.port)  # a taken port is told before a minute of loading
+    sock = bind(cfg.serve.host, cfg.serve.port)  # a taken port is reported before a minute of loading
     port = sock.getsockname()[1]
     sock.close()
     base = next((o.name for o in entries if o.found.adapter is None), cfg.serve.served_model_name)
@@ -122,7 +122,7 @@ def make_target(cfg: RunConfig, program: EngineProgram, key: str | None) -> Targ
 
 
 def _dtype(cfg: RunConfig) -> str | None:
-    """wint8 and the like are how a run was trained; `quantization` says how weights are served."""
+    """wint8 and similar formats are how a run was trained; `quantization` sets how weights are served."""
     kind = cfg.precision.compute_type
     return kind if cfg.given("compute_type") and kind in DTYPES else None
 
@@ -136,13 +136,13 @@ class EngineProcess:
         self.name, self.command, self.environment, self.target = name, command, environment, target
         self.grace = grace
         self.last: deque[str] = deque(maxlen=20)
-        self.asked = threading.Event()
+        self.stop_requested = threading.Event()
 
     def run(self) -> int:
         """Until it ends, or a signal ends it; the exit code."""
         before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         for number in before:
-            signal.signal(number, lambda *_: self.asked.set())
+            signal.signal(number, lambda *_: self.stop_requested.set())
         say(f"starting {self.name}: {self.target.model}")
         process = subprocess.Popen(
             [sys.executable, supervisor.__file__, str(self.grace), *self.command],
@@ -162,7 +162,7 @@ class EngineProcess:
             following.join(5)
             for number, handler in before.items():
                 signal.signal(number, handler)
-        if not self.asked.is_set():
+        if not self.stop_requested.is_set():
             raise DeviceError(
                 f"{self.name} ended by itself with exit code {process.returncode}",
                 where=self.last[-1] if self.last else self.name,
@@ -173,7 +173,7 @@ class EngineProcess:
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
         ready = False
-        while process.poll() is None and not self.asked.wait(0.5):
+        while process.poll() is None and not self.stop_requested.wait(0.5):
             if not ready and self._healthy():
                 ready = True
                 names = ", ".join([self.target.name, *self.target.adapters])

@@ -52,7 +52,7 @@ class SequenceScheduler:
                 self.recorded.join(new)
         open_ends = [run for run in self._running if run.left > 0 and run.length < self.limits.length]
         if self._launched and any(needs_history(run) for run in open_ends):
-            return [], 1  # what is on its way is read first
+            return [], 1  # what is in flight is read first
         steps = self._burst(open_ends)
         budget = self.limits.tokens
         ends: dict[RunningSequence, int] = {}
@@ -117,6 +117,6 @@ class SequenceScheduler:
         self.cache.release(run.table)
 
     def _keep(self, run: RunningSequence) -> None:
-        """What it has computed is known to who begins alike."""
+        """Shares its computed blocks with sequences that begin with the same tokens."""
         if run.job.vision is None:
             self.cache.keep(run.ids[: run.cached], run.job.prefix_key, run.table)
