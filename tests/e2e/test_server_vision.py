@@ -222,7 +222,7 @@ def test_a_text_model_refuses_pictures_by_its_name(paddle: Path, tmp_path: Path)
         body = {"messages": [user(picture(inline("a.png")), "?")]}
         told: httpx.Response = live.post("/v1/chat/completions", body)
         assert told.status_code == 400
-        assert told.json()["error"]["message"].startswith("error: words takes text only: it does not see images")
+        assert told.json()["error"]["message"].startswith("error: words takes text only, no images")
     finally:
         live.close()
 

@@ -74,15 +74,15 @@ def train(
     if cfg.train.stage == "CLS" and not cfg.score.class_labels and "data" in rows:
         cfg = _with_classes(cfg, rows["data"])
     # What a person can type to go on: not where this session holds a part of the run.
-    alone = not hooks and not trackers and own is None
-    words = ["erniekit", "train"] if alone else ["python:", "erniekit.train"]
-    command = [*words, *files, *(f"{name}={_word(value)}" for name, value in given.items())]
+    plain_command = not hooks and not trackers and own is None
+    program = ["erniekit", "train"] if plain_command else ["python:", "erniekit.train"]
+    command = [*program, *files, *(f"{name}={_text(value)}" for name, value in given.items())]
     result = run_train(cfg, command, session=Session(hooks, trackers, own, tuple(rows.values())))
     return TrainingRun(result.output_dir, result)
 
 
 def _recipe(recipe: Any) -> tuple[list[str], dict[str, Any]]:
-    """The words and the keys that it means."""
+    """Arguments of `erniekit train`, and the keys they set."""
     if recipe is None:
         return [], {}
     if isinstance(recipe, Mapping):
@@ -139,5 +139,5 @@ def _name(loss: Any) -> str:
     return f"{made.__module__}.{made.__qualname__}"
 
 
-def _word(value: Any) -> str:
+def _text(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)

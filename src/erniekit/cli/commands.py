@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Command:
-    """`target` is imported on use and called with the words after the command; it returns the exit code."""
+    """`target` is imported on use and called with the arguments after the command; it returns the exit code."""
 
     target: str
     group: str
     about: str
     usage: tuple[str, ...]
     keys: tuple[str, ...] = ()  # shown by `erniekit COMMAND --help`; none: the basic keys of training
-    parts: tuple[tuple[str, str], ...] = ()  # commands of two words: the second, and its target, which has its own help
+    parts: tuple[tuple[str, str], ...] = ()  # subcommands: name and target, which has its own help
 
 
 # Commands that take no keys of a run; the others take all of them.

@@ -39,20 +39,20 @@ def migrate_command(args: list[str]) -> int:
 
 
 def _options(args: list[str]) -> tuple[str, str, bool]:
-    words, output = [w for w in args if w != "--print"], ""
-    for at, word in enumerate(words):
-        if word.startswith(("--output", "output=")):
-            _, equals, output = word.partition("=")
+    names, output = [name for name in args if name != "--print"], ""
+    for at, argument in enumerate(names):
+        if argument.startswith(("--output", "output=")):
+            _, equals, output = argument.partition("=")
             taken = 1 if equals else 2
-            output = output if equals else "".join(words[at + 1 : at + 2])
+            output = output if equals else "".join(names[at + 1 : at + 2])
             if not output.endswith((".yaml", ".yml")):
                 raise ConfigError("--output needs the name of a .yaml file", where="command line", fix=USAGE)
-            words = words[:at] + words[at + taken :]
+            names = names[:at] + names[at + taken :]
             break
-    if len(words) != 1 or words[0].startswith("-"):
-        what = "no file given" if not words else f"cannot tell what {words[-1]!r} is"
+    if len(names) != 1 or names[0].startswith("-"):
+        what = "no file given" if not names else f"cannot tell what {names[-1]!r} is"
         raise ConfigError(what, where="command line", fix=USAGE)
-    return words[0], output, "--print" in args
+    return names[0], output, "--print" in args
 
 
 def _names(file: str, output: str, count: int) -> list[str]:
@@ -87,8 +87,8 @@ def _checked(run: MigratedRun) -> RunConfig:
         run.command = command
         return load([], command, run.values)
     except ConfigError as error:
-        words = error.what.replace(",", " ").replace(":", " ").split()
-        places = dict.fromkeys(run.places[w] for w in words if w in run.places)
+        names = error.what.replace(",", " ").replace(":", " ").split()
+        places = dict.fromkeys(run.places[name] for name in names if name in run.places)
         raise ConfigError(error.what, where=" and ".join(places) or run.place, fix=error.fix) from None
 
 

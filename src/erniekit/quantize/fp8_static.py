@@ -122,7 +122,7 @@ def _rounded_parts(entry: Entry, weight: torch.Tensor, moe: Any, scales: SavedSc
 
 
 def _tell_rotation(folder: Path, scales: SavedScales) -> None:
-    """For engines that rotate activations: compressed-tensors' words for it."""
+    """For engines that rotate activations, in compressed-tensors' format."""
     blocks = {layer.block for name, layer in scales.layers.items() if ".experts." not in name}
     if blocks == {0}:
         return
@@ -134,11 +134,11 @@ def _tell_rotation(folder: Path, scales: SavedScales) -> None:
         )
     (block,) = blocks
     config = read_object(folder / "config.json", CheckpointError)
-    config[KEY]["transform_config"] = rotation_words(block)
+    config[KEY]["transform_config"] = rotation_config(block)
     write_json(folder / "config.json", config)
 
 
-def rotation_words(block: int) -> dict[str, Any]:
+def rotation_config(block: int) -> dict[str, Any]:
     at = [{"targets": [ROTATED], "location": where, "inverse": where != "input"} for where in ("input", "weight_input")]
     return {"config_groups": {"rotation": {"type": "hadamard", "apply": at, "head_dim": block}}}
 

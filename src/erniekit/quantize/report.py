@@ -1,4 +1,4 @@
-"""quantize_report.html and .json beside the quantised model: quality before and after, worst weights, bytes, experts.
+"""quantize_report.html and .json in the quantised folder: quality before and after, worst weights, bytes, experts.
 
 Written by run.py. Nothing in it depends on when or how fast it ran: the same work gives the same bytes.
 """

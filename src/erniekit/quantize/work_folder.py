@@ -1,4 +1,4 @@
-"""Finished layers, kept beside the result while a model is quantised: a killed run goes on where it was.
+"""Finished layers, kept next to the result while a model is quantised: a killed run continues where it was.
 
 Used by run.py. Each layer is a folder of its own, published whole with a manifest; an unlike run's are discarded.
 """

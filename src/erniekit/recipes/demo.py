@@ -239,8 +239,8 @@ def in_transformers(root: Path, other: OtherStack) -> tuple[str, str, str]:
     prompt = prompt_ids([{"role": "user", "content": QUESTION}], tokenizer)
     ids = prompt + tokenizer.encode_text(wanted(root))
     ends, file = [tokenizer.eos_id, tokenizer.end_id], own(root / "logs" / "logits.safetensors")
-    before = other.ask(root / "sft", ids, prompt, ends, file)
-    told = other.ask(root / "lora" / "export", ids, prompt, ends, file)
+    before = other.query(root / "sft", ids, prompt, ends, file)
+    told = other.query(root / "lora" / "export", ids, prompt, ends, file)
     theirs = load_file(file)["logits"]
     with torch.no_grad():
         ours = model(torch.tensor([ids]))[0]

@@ -151,7 +151,7 @@ class Client:
             if event.get("error"):
                 self._refused(0, event)
             yield event
-        raise NoAnswer("the server closed the connection", where=self.where, fix="see the server's log, and ask again")
+        raise NoAnswer("the server closed the connection", where=self.where, fix="see the server's log, and retry")
 
     def _whole(self, response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
         event = self._read(response.read())
@@ -191,7 +191,7 @@ class Client:
                     yield response
             except TimeoutError:
                 raise NoAnswer(
-                    f"the server said nothing for {self.timeout:g} s",
+                    f"the server sent nothing for {self.timeout:g} s",
                     where=self.where,
                     fix="raise request_timeout",
                 ) from None
@@ -199,7 +199,7 @@ class Client:
                 raise NoAnswer(
                     f"the connection broke: {error or type(error).__name__}",
                     where=self.where,
-                    fix="see whether the server still runs, and ask again",
+                    fix="see whether the server still runs, and retry",
                 ) from None
 
     def _absent(self, error: Exception) -> NoAnswer:
@@ -226,8 +226,8 @@ class Client:
         fixes = {
             401: "give the server's key: api_key_file=FILE, or ERNIEKIT_API_KEY",
             404: "check the URL and served_model_name",
-            429: "the server is busy: ask again",
-            503: "the server is starting or stopping: ask again",
+            429: "the server is busy: retry",
+            503: "the server is starting or stopping: retry",
         }
         fix = fixes.get(status, "change the key it names, or reset the conversation with 'clear'")
         if isinstance(error, dict) and error.get("code") == "context_length_exceeded":

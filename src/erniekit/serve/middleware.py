@@ -100,7 +100,7 @@ class Middleware:
         from those of a program of this machine."""
         headers = {name.lower(): value for name, value in scope["headers"]}
         host = headers.get(b"host")  # a health check over HTTP/1.0 may have none
-        known = scope["path"] in OPEN if host is None else hosts.knows(host.decode("latin-1"), scope["path"] in OPEN)
+        known = scope["path"] in OPEN if host is None else hosts.allows(host.decode("latin-1"), scope["path"] in OPEN)
         if not known:
             raise RequestError(
                 403,
@@ -110,7 +110,7 @@ class Middleware:
             )
         if from_another_site(headers):
             raise RequestError(
-                403, "a page of another site asked for this: give the server a key", code="foreign_origin"
+                403, "a page of another site sent this request: give the server a key", code="foreign_origin"
             )
 
 

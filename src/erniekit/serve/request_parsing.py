@@ -188,7 +188,7 @@ def parse_chat(request: ChatRequest, served: ServedModel, defaults: SamplingDefa
 
 def _vision_chat(request: ChatRequest, served: ServedModel, more: dict[str, Any], media: bool) -> VisionChat:
     if _tools(request) or any(message.tool_calls or message.role == "tool" for message in request.messages):
-        raise RequestError(400, f"tools are not supported with {served.name}, a model that sees", param="tools")
+        raise RequestError(400, f"tools are not supported with {served.name}, a vision-language model", param="tools")
     other = next((name for name in more if name != "enable_thinking"), None)
     if other is not None:
         raise RequestError(400, f"the template has no {other!r}: leave it out", param="chat_template_kwargs")
@@ -310,7 +310,7 @@ def _make_job(
         raise RequestError(
             400,
             f"{limit} tokens x {_answers(request)} answers x {logprobs + 1} log probabilities are more than "
-            f"{MAX_LOGPROBS}: ask for less of one of them",
+            f"{MAX_LOGPROBS}: request less of one of them",
             param="logprobs",
         )
 

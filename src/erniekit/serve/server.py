@@ -60,7 +60,7 @@ def choose_engine(cfg: RunConfig) -> str:
     if s.engine != "auto":
         if s.engine == EMBEDDED and s.server_tp_degree > 1:
             raise ConfigError(
-                f"the embedded engine uses one device; {s.server_tp_degree} are asked for",
+                f"the embedded engine uses one device; {s.server_tp_degree} are requested",
                 where="tensor_parallel_degree",
                 fix="engine: vllm, sglang or fastdeploy spread a model; or tensor_parallel_degree: 1",
             )
@@ -109,7 +109,7 @@ def check_address(cfg: RunConfig, key: str | None) -> None:
                 where="host",
                 fix=f"set {KEY_VARIABLE} or api_key_file, keep host: 127.0.0.1, or set allow_unauthenticated: True",
             )
-        warn(f"anybody who reaches {host}:{cfg.serve.port} can use this server: there is no key")
+        warn(f"anyone who reaches {host}:{cfg.serve.port} can use this server: there is no key")
 
 
 def serve_embedded(cfg: RunConfig, key: str | None) -> int:
@@ -117,7 +117,7 @@ def serve_embedded(cfg: RunConfig, key: str | None) -> int:
 
     if cfg.serve.quantization and cfg.serve.quantization not in SERVED:
         warn(
-            f"quantization {cfg.serve.quantization}: a word of another engine; the embedded one knows "
+            f"quantization {cfg.serve.quantization}: a name of another engine; the embedded one has "
             f"{', '.join(SERVED)}, and uses the weights as they are stored"
         )
     entries = find_models(cfg)

@@ -62,7 +62,7 @@ FIXES = {
     "media_in_answer": "put the picture or video into a message of the user",
     "role_order": "let the last message be the user's",
     "strip": "cut it into pieces that are less long",
-    "timeout": "send it smaller or shorter, or ask again when the server is less busy",
+    "timeout": "send it smaller or shorter, or retry when the server is less busy",
     "too_long_video": "send a part of it",
     "too_many_bytes": "send a smaller file",
     "too_many_frames": "send a part of it, or the video in a smaller size",
@@ -123,7 +123,7 @@ def check_parts(messages: Sequence[Any], name: str, settings: VisionSettings | N
 
 def _check_medium(part: Mapping[str, Any], kind: str, where: str, name: str, settings: VisionSettings | None) -> None:
     if settings is None:
-        raise media_error(f"{name} takes text only: it does not see {kind}s", where, "ask a vision-language model")
+        raise media_error(f"{name} takes text only, no {kind}s", where, "use a vision-language model")
     if not settings.enabled:
         raise media_error(f"{name} is served without {kind}s (enable_mm is False)", where, "send text only")
     given = part.get(f"{kind}_url")

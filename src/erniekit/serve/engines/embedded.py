@@ -263,12 +263,12 @@ class EmbeddedEngine(SequenceScheduler):
                     events += self._settle(part, outcome)
         while len(self._launched) > behind:
             events += self._read(self._launched.popleft())
-        told = self._remove_ended(events, bool(plan))
+        current = self._remove_ended(events, bool(plan))
         if not worked:
             # The client's parameters may be why it failed: the engine is healthy if a plain token works.
             worked = self._probe(*([failed] if failed else self.models))
         self._faults = 0 if worked else self._faults + 1
-        deliver(told)
+        deliver(current)
 
     def _remove_ended(self, events: list[SequenceEvent], stepped: bool) -> list[SequenceEvent]:
         """Removes sequences that ended; returns the events of those whose clients still wait."""
@@ -301,7 +301,7 @@ class EmbeddedEngine(SequenceScheduler):
         for run, _ in rest:
             run.placed, run.ahead, run.epoch = False, 0, run.epoch + 1
             run.cached = min(run.cached, len(run.ids) - 1)
-            if not any(told is run and isinstance(event, Done) for told, event in events):
+            if not any(other is run and isinstance(event, Done) for other, event in events):
                 again.append((run, SequencePiece(run.ids, run.cached, len(run.ids), run.table, run.job.vision)))
         return [*out, *(result for one in again for result in self._one_by_one(one[0].job.model, [one]))]
 

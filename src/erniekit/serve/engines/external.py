@@ -53,7 +53,7 @@ def serve_external(cfg: RunConfig, name: str, key: str | None) -> int:
         )
     target = make_target(cfg, program, key)
     if key is None:
-        warn(f"{name} looks at no Host: without a key any page that a browser here shows may ask it")
+        warn(f"{name} does not check the Host header: without a key, any page in a browser here can send it requests")
     with tempfile.TemporaryDirectory(prefix="erniekit-engine-") as folder:
         command = [cfg.serve.engine_python or sys.executable, "-m", program.module]
         command += [*program.arguments(target, Path(folder)), *cfg.serve.engine_args]
@@ -86,7 +86,7 @@ def make_target(cfg: RunConfig, program: EngineProgram, key: str | None) -> Targ
         )
     if program.name == "vllm" and weights.config.vision is not None and weights.config.raw_layout == "nested":
         raise ConfigError(
-            "vllm reads a model that sees in the layout of its releases, not in transformers'",
+            "vllm reads a vision-language model in the layout of its releases, not in transformers'",
             where=str(weights.path),
             fix="erniekit export ... save_format=hf first",
         )
