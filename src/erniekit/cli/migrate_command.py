@@ -39,20 +39,20 @@ def migrate_command(args: list[str]) -> int:
 
 
 def _options(args: list[str]) -> tuple[str, str, bool]:
-    names, output = [name for name in args if name != "--print"], ""
-    for at, argument in enumerate(names):
+    arguments, output = [argument for argument in args if argument != "--print"], ""
+    for at, argument in enumerate(arguments):
         if argument.startswith(("--output", "output=")):
             _, equals, output = argument.partition("=")
             taken = 1 if equals else 2
-            output = output if equals else "".join(names[at + 1 : at + 2])
+            output = output if equals else "".join(arguments[at + 1 : at + 2])
             if not output.endswith((".yaml", ".yml")):
                 raise ConfigError("--output needs the name of a .yaml file", where="command line", fix=USAGE)
-            names = names[:at] + names[at + taken :]
+            arguments = arguments[:at] + arguments[at + taken :]
             break
-    if len(names) != 1 or names[0].startswith("-"):
-        what = "no file given" if not names else f"cannot tell what {names[-1]!r} is"
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        what = "no file given" if not arguments else f"cannot interpret {arguments[-1]!r}"
         raise ConfigError(what, where="command line", fix=USAGE)
-    return names[0], output, "--print" in args
+    return arguments[0], output, "--print" in args
 
 
 def _names(file: str, output: str, count: int) -> list[str]:

@@ -116,7 +116,7 @@ def _options(args: list[str]) -> tuple[list[str], str]:
     if len(arguments) > 1 or any(w.startswith("-") for w in arguments):
         wrong = next((w for w in arguments if w.startswith("-")), arguments[-1])
         raise ConfigError(
-            f"cannot tell what {wrong!r} is",
+            f"cannot interpret {wrong!r}",
             where="command line",
             fix="erniekit recipes [NAME] [--json | --flat] [--fits 8x80G]",
         )

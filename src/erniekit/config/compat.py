@@ -1,6 +1,6 @@
 """Compat: what `compat: erniekit` repeats of the old toolkit, one named flag for each behaviour. No torch in here.
 
-Rules and recipes ask `cfg.compat.<behaviour>`; nothing else compares the key. docs/compat.md lists the same
+Rules and recipes read `cfg.compat.<behaviour>`; nothing else compares the key. docs/compat.md lists the same
 differences for users, and a test compares both.
 """
 

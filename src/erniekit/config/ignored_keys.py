@@ -1,6 +1,6 @@
-"""Ignored keys: old keys, and words of keys, that are accepted without effect, each with its reason.
+"""Ignored keys: old keys, and options of keys, that are accepted without effect, each with its reason.
 
-Shown by `erniekit config`. sources.py looks keys up here; the sections declare the words.
+Shown by `erniekit config`. sources.py looks keys up here; the sections declare the options.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ IGNORED_KEYS: dict[str, str] = {
     **paddleformers.IGNORED,
 }
 
-# Words of keys that hold several: the key -> its words without effect -> why. The words that are not here are read.
+# Keys that hold several options: the key -> its options without effect -> why. Options that are not here are read.
 _ONCE = "the loss is divided once, by the step's trained tokens"
 _FREED = "gradients are freed after every step, always"
 _FIXED = "a pipeline's rows are all of one length, so shapes never change"
@@ -101,7 +101,7 @@ _TORCH = "torch's schedules decide how sends and receives are posted"
 _OVERLAPS = "fully_shard overlaps by itself"
 _EQUAL = "copies stay equal: one gradient, one update, checked every drift_check_steps"
 
-IGNORED_WORDS: dict[str, dict[str, str]] = {
+IGNORED_OPTIONS: dict[str, dict[str, str]] = {
     "pipeline_parallel_config": {
         "disable_p2p_cache_shape": _FIXED,
         "enable_dynamic_shape": _FIXED,

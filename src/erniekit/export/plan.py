@@ -41,7 +41,7 @@ READ = frozenset({
 
 def note_unread(cfg: RunConfig) -> None:
     """A recipe holds keys of every command; a key that was typed for this one and changes nothing is worth a line."""
-    if idle := cfg.typed_beside(READ):
+    if idle := cfg.typed_besides(READ):
         say(f"note     without effect on {cfg.command}: {', '.join(idle)} (weights keep their dtype)")
 
 

@@ -1,4 +1,4 @@
-"""Rules of `streaming`: what a run cannot know while its rows are still being read."""
+"""Rules of `streaming`: what a run has no value for while its rows are still being read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def streams_have_no_known_end(run: View) -> Iterator[Note]:
         return
     where = run.origin("streaming")
     if run["max_steps"] <= 0:
-        raise ConfigError(_WHY, where=where, fix="say how long to train: max_steps: N")
+        raise ConfigError(_WHY, where=where, fix="set the length of training: max_steps: N")
     for key, fix in _refused(run):  # the first of them
         raise ConfigError(f"{_WHY}; {key} is {_shown(run[key])}", where=f"{where} and {run.origin(key)}", fix=fix)
     if run.given("num_train_epochs"):
@@ -33,7 +33,7 @@ def streams_have_no_known_end(run: View) -> Iterator[Note]:
 
 
 def _refused(run: View) -> Iterator[tuple[str, str]]:
-    """(key, what to do) of keys that ask for all rows at once."""
+    """(key, what to do) of keys that need all rows at once."""
     if run["stage"] != "SFT":
         yield "stage", "leave streaming out, or stage: SFT"
     if run.compat.erniekit_order:
