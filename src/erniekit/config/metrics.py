@@ -29,7 +29,7 @@ def _metrics_of(stage: str, loss_type: str) -> dict[str, bool]:
         return {"loss": False, "kto_loss": False, **better, "logps/chosen": True, "logps/rejected": False, "kl": False}
     if stage != "DPO":
         return {"loss": False, "ppl": False}
-    metrics = {
+    out = {
         "loss": False,
         metric_name(loss_type): False,
         "sft_loss": False,
@@ -41,5 +41,5 @@ def _metrics_of(stage: str, loss_type: str) -> dict[str, bool]:
         "logps/rejected": False,
     }
     return (
-        {**metrics, "log_odds_ratio": True, "log_odds_chosen": True} if preference_loss(loss_type).log_odds else metrics
+        {**out, "log_odds_ratio": True, "log_odds_chosen": True} if preference_loss(loss_type).log_odds else out
     )
