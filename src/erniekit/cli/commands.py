@@ -31,7 +31,7 @@ COMMANDS: dict[str, Command] = {
         "train, resume, merge, export and ask a tiny model; offline, one minute",
         (
             "erniekit demo [--dir DIR] [--device WORD]",
-            "erniekit demo vision [--dir DIR]   a tiny model that sees learns shapes, colours and counts; two minutes",
+            "erniekit demo vision [--dir DIR]   a tiny vision model learns shapes, colours and counts; two minutes",
         ),
         ("output_dir",),
     ),

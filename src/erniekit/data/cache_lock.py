@@ -60,7 +60,7 @@ def _signed(path: Path, lock: IO[str]) -> Iterator[None]:
     lock.write(f"{_SIGN} {os.getpid()} on {socket.gethostname()}")
     lock.flush()
     try:
-        with heartbeat.heard_by(_Shown(lock)):
+        with heartbeat.listening(_Shown(lock)):
             yield
     finally:
         lock.truncate(0)

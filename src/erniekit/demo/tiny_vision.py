@@ -59,7 +59,7 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def make_tiny_seeing(folder: str | Path, seed: int = 0, layout: str = "hf", **shape: Any) -> Path:
+def make_tiny_vision(folder: str | Path, seed: int = 0, layout: str = "hf", **shape: Any) -> Path:
     """`folder` with config.json, fp32 weights in `layout`, a tokenizer and a preprocessor_config.json. shape: fields of
     config.json other than SHAPE's."""
     folder = Path(folder)

@@ -15,7 +15,7 @@ GROUPS = (128, 64, 32)  # what kernels of serving engines have; the first that f
 def require_plain(source: ModelFolder) -> None:
     if source.config.vision is not None:
         raise LaterError(
-            "quantising a model that sees is not in this version",
+            "quantising a vision-language model is not in this version",
             where=f"model_name_or_path: {source.path}",
             fix="serve it in 16 bit, or let the server quantise it",
         )

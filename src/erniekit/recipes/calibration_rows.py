@@ -1,7 +1,7 @@
 """The rows a model is quantised with, of any format and stage: conversations, preference pairs, documents. For
 quantize.py.
 
-A row is one sample, or for stage PT a sequence of documents. As few as are asked for are read, and short ones share a
+A row is one sample, or for stage PT a sequence of documents. Only as many as requested are read, and short ones share a
 sequence: a layer is run once for many.
 """
 
@@ -53,7 +53,7 @@ def _rows(cfg: RunConfig, which: str, tokenizer: Tokenizer) -> list[Batch]:
         put = put if pairs is None else partial(collate_pairs, pad_multiple=1)
         sources = sources_for(cfg, which, tokenizer, None, pairs)
         packs = _singly(sources, cfg.train.seed, shuffle=which == "train")
-    _tell("rows" if which == "train" else "eval", [source.report for source in sources])
+    _print_reports("rows" if which == "train" else "eval", [source.report for source in sources])
     chosen = islice(packs, cfg.quantize.calibration_rows)
     samples = ([sources[s].sample(k) for s, k in members] for members in chosen)
     return [put([Pack(tuple(pack), 0)]) for pack in _together(samples, cfg.data.max_seq_len)]
@@ -79,6 +79,6 @@ def _singly(sources: Sequence[Any], seed: int, shuffle: bool) -> Iterator[list[t
         yield [(source, index)]
 
 
-def _tell(label: str, reports: Sequence[DataReport]) -> None:
+def _print_reports(label: str, reports: Sequence[DataReport]) -> None:
     for line in [line for report in reports for line in report.lines()] + total_lines(list(reports)):
         say(f"{label:<9}{line}")

@@ -1,4 +1,4 @@
-"""A teacher for SFT: opened beside the student, compared with it before the start, and whole on every rank.
+"""A teacher for SFT: opened with the student, compared with it before the start, and whole on every rank.
 
 Called by recipes/sft.py where teacher_model_name_or_path is given.
 """
@@ -55,13 +55,13 @@ def _same_tokens(found: Found, tokenizer: Tokenizer) -> None:
         return  # nothing to compare: the size of the vocabulary is the same
     other = found.tokenizer()
     ids = range(min(len(other), len(tokenizer)))
-    mine, theirs = tokenizer.pieces(ids), other.pieces(ids)
-    apart = next((i for i in ids if mine[i] != theirs[i]), None)
+    own_tokens, theirs = tokenizer.pieces(ids), other.pieces(ids)
+    apart = next((i for i in ids if own_tokens[i] != theirs[i]), None)
     if apart is None and len(other) == len(tokenizer):
         return
     what = f"they have {len(other):,} and {len(tokenizer):,} tokens"
     if apart is not None:
-        what = f"token {apart} is {theirs[apart]!r} there and {mine[apart]!r} here"
+        what = f"token {apart} is {theirs[apart]!r} there and {own_tokens[apart]!r} here"
     raise ConfigError(
         f"the teacher's tokenizer is another one: {what}",
         where=f"{KEY}: {found.weights.path}",

@@ -87,7 +87,7 @@ def reference_for(
     dtype: torch.dtype,
     packed: str = BF16,
 ) -> Reference:
-    """To whom the model is compared: itself without its adapters, or model_name_or_path."""
+    """What the model is compared to: itself without its adapters, or model_name_or_path."""
     chunk = cfg.memory.loss_subbatch_seqlen
     if found.adapter is not None:
         say("reference the model without its adapters")

@@ -37,7 +37,7 @@ def close_run(
 ) -> RunResult:
     state = trainer.state
     evaluation = next((hook.last for hook in trainer.hooks if isinstance(hook, EvalHook)), {})
-    told = next((hook.extras for hook in trainer.hooks if isinstance(hook, LogHook)), {})
+    extras = next((hook.extras for hook in trainer.hooks if isinstance(hook, LogHook)), {})
     seconds = time.perf_counter() - started
     metrics = {
         "train_loss": state.loss_sum / max(1, state.updates),
@@ -46,7 +46,7 @@ def close_run(
         "train_steps_per_second": (state.step - trainer.began_at[0]) / seconds,
         "train_tokens": float(state.tokens),
         "skipped_steps": float(state.skipped_steps),
-        **told,
+        **extras,
         **evaluation,
     }
     best = state.best_step if cfg.checkpoint.load_best_model_at_end else None
@@ -84,8 +84,8 @@ def publish_on_nodes(checkpoint: Path, output: Path, world: World) -> None:
             publish_model(checkpoint, output, heartbeat.beat)
         except CheckpointError as error:
             problem = f"no final model on the node of rank {world.rank}: {error.what}"
-    for told in filter(None, world.gather(problem)):  # the run has its result: worth a warning, no more
-        warn(told)
+    for extras in filter(None, world.gather(problem)):  # the run has its result: worth a warning, no more
+        warn(extras)
 
 
 def next_commands(output: Path, built: Built) -> list[str]:

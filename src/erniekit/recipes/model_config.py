@@ -1,4 +1,4 @@
-"""`model_config` of a recipe: values that take the place of those in the model's config.json. Called by build.py."""
+"""`model_config` of a recipe: values that replace those in the model's config.json. Called by build.py."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ WITHOUT_EFFECT = {
 
 
 class Recorder(dict[str, Any]):
-    """A config.json that remembers which of its names were asked for, there or not."""
+    """A config.json that records which of its names were read, present or not."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(values)
-        self.asked: set[str] = set()
+        self.read_names: set[str] = set()
 
     def get(self, name: str, default: Any = None) -> Any:  # type: ignore[override]
-        self.asked.add(name)
+        self.read_names.add(name)
         return super().get(name, default)
 
 
 def changes_of(cfg: RunConfig, folder: Path) -> dict[str, Any]:
-    """In config.json's names. A name that nothing reads is refused: it would be a model other than its recipe says."""
+    """In config.json's names. A name that nothing reads is refused: the model would not be the one of its recipe."""
     given = dict(cfg.model.model_config or {})
     if cfg.model.initializer_range is not None:
         given["initializer_range"] = cfg.model.initializer_range
@@ -48,8 +48,8 @@ def changes_of(cfg: RunConfig, folder: Path) -> dict[str, Any]:
     values = Recorder({**raw, **changes})
     find(values, where).read_config(values, "hf", False, where)
     for name in changes:
-        if name not in values.asked | raw.keys():
-            raise _unknown(name, values.asked, cfg.origin("model_config"))
+        if name not in values.read_names | raw.keys():
+            raise _unknown(name, values.read_names, cfg.origin("model_config"))
     differ = [f"{name} {raw.get(name)} -> {value}" for name, value in changes.items() if raw.get(name) != value]
     if differ:
         say(f"note     model_config: {', '.join(differ)}")

@@ -61,15 +61,15 @@ def install(loss: TokenLoss | None, engine: Engine, cfg: RunConfig) -> None:
 
 
 def failed_in(engine: Engine) -> str:
-    """The name of an own loss that gave nan or inf since this was last asked; empty: none did, or some weight is not
+    """The name of an own loss that gave nan or inf since the last call; empty: none did, or some weight is not
     finite itself. All ranks call it, after a step that gave such numbers."""
     parts: list[Any] = list(engine.parts)
     heads = [part.output for part in parts if isinstance(part.output, OwnLossHead)]
     found = [head.own.name for head in heads if head.failed()]
     sound = all(bool(local(p.detach()).isfinite().all()) for part in parts for p in part.parameters())
-    told: list[tuple[list[str], bool]] = engine.world.gather((found, sound))
-    names = [name for mine, _ in told for name in mine]
-    return names[0] if names and all(sound for _, sound in told) else ""
+    gathered: list[tuple[list[str], bool]] = engine.world.gather((found, sound))
+    names = [name for names_there, _ in gathered for name in names_there]
+    return names[0] if names and all(sound for _, sound in gathered) else ""
 
 
 def _refused(cfg: RunConfig, why: str, fix: str) -> ConfigError:

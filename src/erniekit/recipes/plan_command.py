@@ -17,7 +17,7 @@ from erniekit.config import RunConfig, load
 from erniekit.devices.islands import parse_islands
 from erniekit.errors import ConfigError, PlanError
 from erniekit.log import say
-from erniekit.parallel.mesh import USER_WORDS
+from erniekit.parallel.mesh import CONFIG_KEYS
 from erniekit.planner.cards import rates_of
 from erniekit.planner.cluster import FIX, Cluster, parse
 from erniekit.printable import counted
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 OPTIONS = ("--cluster", "--write", "--take", "--calibration", "--packs", "--top", "--timeline")
 MARK = "# written by `erniekit plan`"
-# What decides a layout: of the recipe's own none is left in a written one, whose layout is the planned one alone.
+# The keys of a layout: a written recipe has none of the old ones, only those of the planned layout.
 DECIDED = frozenset({
-    *USER_WORDS.values(), "sep_parallel_degree", "sharding", "sequence_parallel", "virtual_pp_degree", "pp_seg_method",
+    *CONFIG_KEYS.values(), "sep_parallel_degree", "sharding", "sequence_parallel", "virtual_pp_degree", "pp_seg_method",
     "islands", "moe_group", "expert_parallel_degree", "expert_tensor_parallel_degree", "use_expert_parallel",
     "recompute", "recompute_granularity", "no_recompute_layers",
 })  # fmt: skip
@@ -40,11 +40,11 @@ DECIDED = frozenset({
 
 def plan_command(args: list[str]) -> int:
     began = time.perf_counter()
-    words, given, as_json = _options(args)
+    arguments, given, as_json = _options(args)
     cluster = parse(given.get("--cluster") or _missing())
     calibrated = _calibration(given.get("--calibration"))
     packs = _number(given, "--packs")
-    cfg = load(words, "train")
+    cfg = load(arguments, "train")
     _refuse_other_islands(cfg, cluster)
     target = _target(given.get("--write"))
     picture = timeline_target(given.get("--timeline"))
@@ -74,7 +74,7 @@ def plan_command(args: list[str]) -> int:
         say(f"written  {target}: layout {take}, {taken['layout']}; train with `erniekit train {target}`")
     if best is None and not as_json:
         raise PlanError(
-            f"no layout of this run fits {cluster.describe()}", where=f"--cluster {cluster.words}", fix=result["advice"]
+            f"no layout of this run fits {cluster.describe()}", where=f"--cluster {cluster.text}", fix=result["advice"]
         )
     return 0 if best else 2
 
@@ -137,7 +137,7 @@ def _refuse_other_islands(cfg: RunConfig, cluster: Cluster) -> None:
     if named and named != [island.size for island in cluster.islands]:
         raise ConfigError(
             f"islands names {' + '.join(map(str, named))} ranks, and the cluster is {cluster.describe()}",
-            where=f"{cfg.origin('islands')} and --cluster {cluster.words}",
+            where=f"{cfg.origin('islands')} and --cluster {cluster.text}",
             fix="a YAML with the same islands behind --cluster, or islands= to plan without them",
         )
 
@@ -170,7 +170,7 @@ def _not_counted(cfg: RunConfig) -> Iterator[str]:
         yield "not counted: a score head of more than 2 classes, unless the model has one (class_labels names them)"
     if cfg.train.eval_generate:
         yield "not counted: answers that evaluations generate (eval_generate)"
-    if models_beside.spread_over_data_alone(cfg):
+    if models_beside.spread_over_data_only(cfg):
         yield "only layouts of data parallelism and sharding are planned: this run accepts no others"
 
 
@@ -182,8 +182,8 @@ def _show(found: Ranking, own: Candidate | None, prices: list[Any], fewest: int 
         for line in (*report.table(found.ranked, top), "", *report.bytes_table(found.ranked[0])):
             say(f"  {line}" if line else "")
     if own is not None:
-        fate = own.problem or f"{own.tokens:,.0f} tokens/s, {own.most.total / 2**30:.0f} GiB a rank"
-        say(f"recipe's {own.layout.describe()}: {fate}")
+        outcome = own.problem or f"{own.tokens:,.0f} tokens/s, {own.most.total / 2**30:.0f} GiB a rank"
+        say(f"recipe's {own.layout.describe()}: {outcome}")
     for title, lines in (("rejected", report.rejected(found)), ("levers", report.lever_lines(prices))):
         for k, line in enumerate(lines):
             say(f"{title if k == 0 else '':<9}{line}")
@@ -237,7 +237,7 @@ def write(target: Path, cfg: RunConfig, keys: dict[str, Any], cluster: Cluster) 
 
     values = {name: cfg[name] for name in cfg.flat() if cfg.given(name) and name not in DECIDED}
     values |= keys
-    if len(cluster.islands) > 1:  # its default follows the device, and ranks must compute alike
+    if len(cluster.islands) > 1:  # its default follows the device, and ranks must compute the same
         values.setdefault("compute_type", cfg.precision.compute_type)
     clean = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items() if v is not None}
     body = yaml.safe_dump(clean, sort_keys=False)
@@ -251,13 +251,13 @@ def write(target: Path, cfg: RunConfig, keys: dict[str, Any], cluster: Cluster) 
         made.unlink(missing_ok=True)
 
 
-def _target(word: str | None) -> Path | None:
-    """Before anything is computed: a file that is there and not ours is left alone."""
-    if word is None:
+def _target(text: str | None) -> Path | None:
+    """Before anything is computed: an existing file that is not ours is not touched."""
+    if text is None:
         return None
-    target = Path(word).expanduser()
+    target = Path(text).expanduser()
     if not target.parent.is_dir():
-        raise ConfigError(f"no folder {target.parent}", where=f"--write {word}", fix="create it, or name another file")
+        raise ConfigError(f"no folder {target.parent}", where=f"--write {text}", fix="create it, or name another file")
     _refuse_edited(target)
     return target
 
@@ -282,29 +282,29 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _calibration(word: str | None) -> dict[str, Any] | None:
+def _calibration(text: str | None) -> dict[str, Any] | None:
     from erniekit.files import read_object
 
-    if word is None:
+    if text is None:
         return None
     try:
-        found = read_object(Path(word).expanduser(), ConfigError)
+        found = read_object(Path(text).expanduser(), ConfigError)
     except FileNotFoundError:
         raise ConfigError(
-            f"no file {word}", where="--calibration", fix="write one with `erniekit bench --calibrate`"
+            f"no file {text}", where="--calibration", fix="write one with `erniekit bench --calibrate`"
         ) from None
     if found.get("format") != "erniekit-calibration-1":
-        raise ConfigError("not a calibration file", where=word, fix="write one with `erniekit bench --calibrate`")
+        raise ConfigError("not a calibration file", where=text, fix="write one with `erniekit bench --calibrate`")
     return dict(found)
 
 
 def _number(given: dict[str, str], option: str) -> int | None:
-    word = given.get(option)
-    if word is None:
+    text = given.get(option)
+    if text is None:
         return None
-    if not word.isdigit() or not int(word):
-        raise ConfigError(f"{option} {word} is not a number above 0", where="erniekit plan", fix=f"{option} 64")
-    return int(word)
+    if not text.isdigit() or not int(text):
+        raise ConfigError(f"{option} {text} is not a number above 0", where="erniekit plan", fix=f"{option} 64")
+    return int(text)
 
 
 def _missing() -> str:
@@ -312,14 +312,14 @@ def _missing() -> str:
 
 
 def _options(args: list[str]) -> tuple[list[str], dict[str, str], bool]:
-    """(words for the config, our options, --json)."""
-    words: list[str] = []
+    """(arguments of the config, our options, --json)."""
+    arguments: list[str] = []
     given: dict[str, str] = {}
     as_json, rest = False, iter(args)
-    for word in rest:
-        name, equals, value = word.partition("=")
+    for argument in rest:
+        name, equals, value = argument.partition("=")
         name = name.replace("_", "-") if name.startswith("--") else name
-        if word == "--json":
+        if argument == "--json":
             as_json = True
         elif name in OPTIONS:
             text = value if equals else next(rest, "")
@@ -327,5 +327,5 @@ def _options(args: list[str]) -> tuple[list[str], dict[str, str], bool]:
                 raise ConfigError(f"{name} has no value", where="erniekit plan", fix="erniekit plan --help")
             given[name] = text
         else:
-            words.append(word)
-    return words, given, as_json
+            arguments.append(argument)
+    return arguments, given, as_json

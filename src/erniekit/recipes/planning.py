@@ -27,7 +27,7 @@ from erniekit.planner.job import Job
 from erniekit.planner.static_bytes import Blocks, Storing
 from erniekit.recipes import models_beside, trained_weights
 from erniekit.recipes.adapters import settings_of
-from erniekit.recipes.memory_decisions import seeing_bytes
+from erniekit.recipes.memory_decisions import vision_bytes
 from erniekit.recipes.models_beside import known_config
 from erniekit.recipes.score_heads import expected_labels
 from erniekit.weight_kinds import BITS, PLAIN, kinds_of
@@ -102,7 +102,7 @@ def storing_of(cfg: RunConfig, model: Any) -> Storing:
 
 
 def packed_bits(names: Iterable[str], base: str) -> dict[str, float]:
-    """Frozen linears with adapters beside them, by the kind that `base` keeps their role as."""
+    """Frozen linears that have adapters, by the kind that `base` keeps their role as."""
     if not base:
         return {}
     names = list(names)
@@ -118,7 +118,7 @@ def packed_bits(names: Iterable[str], base: str) -> dict[str, float]:
 
 
 def own_layout(cfg: RunConfig, ranks: int) -> Layout | None:
-    """The recipe's own on so many ranks; None where it does not come out even."""
+    """The recipe's own on this number of ranks; None where it does not divide."""
     with suppress(PlanError):
         return fit(ranks, layout_of(cfg.parallel, ranks, cfg.moe.moe_group))
     return None
@@ -154,10 +154,10 @@ def job_of(cfg: RunConfig, shape: ModelShape, packs: int, storing: Storing | Non
         recompute=m.recompute_granularity if m.recompute else "",
         forwards=models_beside.forwards(cfg),
         teacher=models_beside.teacher_of(cfg),
-        data_alone=models_beside.spread_over_data_alone(cfg),
+        data_only=models_beside.spread_over_data_only(cfg),
         compute=storing.compute,
         offload_optimiser=storing.optimiser_away,
-        seeing=seeing_bytes(cfg, c, again=m.recompute and m.recompute_granularity in ("full", "auto")),
+        seeing=vision_bytes(cfg, c, again=m.recompute and m.recompute_granularity in ("full", "auto")),
         schedule=cfg.parallel.pp_schedule,
     )
 
@@ -168,7 +168,7 @@ class Lever:
 
     keys: dict[str, Any]
     job: Job
-    loses: str  # what it costs beside time
+    loses: str  # what it costs besides time
 
 
 def levers(cfg: RunConfig, job: Job) -> list[Lever]:

@@ -96,7 +96,7 @@ class TextData(TrainData):
 
 @dataclass(frozen=True)
 class Documents:
-    """A data set's rows as the loader reads them, and what to tell of them."""
+    """A data set's rows as the loader reads them, and their report."""
 
     rows: DocumentRows
     report: DataReport

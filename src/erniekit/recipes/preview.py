@@ -1,6 +1,6 @@
 """`erniekit data preview RECIPE | FILE...`: a few rows as the model would see them, the trained tokens marked.
 
-Called by cli/main.py; the web page asks for `--json`. Imports no torch, so that it answers at once.
+Called by cli/main.py; the web page uses `--json`. Imports no torch, so that it answers at once.
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def preview_command(args: list[str]) -> int:
-    given, words = preview_parser().parse_known_args(args)
-    told = preview(load(words, "data"), max(0, given.start), max(1, given.count))
+    given, arguments = preview_parser().parse_known_args(args)
+    result = preview(load(arguments, "data"), max(0, given.start), max(1, given.count))
     if given.json:
-        print(json.dumps(told, ensure_ascii=True))
+        print(json.dumps(result, ensure_ascii=True))
     else:
-        say("\n".join(lines(told)))
+        say("\n".join(lines(result)))
     return 0
 
 
 def preview_parser() -> argparse.ArgumentParser:
-    """Of its own flags; all other words are keys, as for `erniekit train`."""
+    """Of its own flags; all other arguments are keys, as for `erniekit train`."""
     keys = [f"  {name:<20} {KEYS[name].help}" for name in KEYS_READ]
     parser = argparse.ArgumentParser(
         prog="erniekit data preview",
         usage="erniekit data preview RECIPE | FILE ... [--from N] [--rows N] [--json] [--key value | key=value ...]",
-        description="Rows as the model would see them, the trained tokens marked; without a model, what is said.",
+        description="Rows as the model would see them, the trained tokens marked; without a model, their text.",
         epilog="\n".join(["keys that decide what is shown (a recipe may hold any other as well):", *keys]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -86,7 +86,7 @@ def preview(cfg: RunConfig, start: int, count: int) -> dict[str, Any]:
     listed = listed_files(cfg.data.train_dataset_path, text=cfg.train.stage == "PT")
     files = [file.path for file in listed]
     tokenizer = _tokenizer(cfg)
-    given = cfg.data.train_dataset_type or ("auto",) * len(files)  # one an entry: config/rules/batch.py sees to it
+    given = cfg.data.train_dataset_type or ("auto",) * len(files)  # one an entry: config/rules/batch.py ensures it
     formats = [None if given[file.entry] == "auto" else given[file.entry] for file in listed]
     readers = [_reader(cfg, file, name, tokenizer) for file, name in zip(files, formats)]
     stream = ((n, line, raw) for n, file in enumerate(files) for line, raw in _raw_rows(cfg, file))
@@ -107,7 +107,7 @@ def preview(cfg: RunConfig, start: int, count: int) -> dict[str, Any]:
 
 
 def _tokenizer(cfg: RunConfig) -> Tokenizer | None:
-    """None without a model: rows are then shown as what is said, not as tokens."""
+    """None without a model: rows are then shown as text, not as tokens."""
     if cfg.model.tokenizer_name:
         return load_tokenizer(Path(cfg.model.tokenizer_name).expanduser())
     folder = _model(cfg)
@@ -153,7 +153,7 @@ def _reader(
 def _scored_job(
     cfg: RunConfig, file: str | Path, format: str | None, tokenizer: Tokenizer | None, columns: Columns
 ) -> TokeniseJob:
-    """Of the stages that score answers or texts, beside DPO."""
+    """Of the stages that score answers or texts, besides DPO."""
     stage, d = cfg.train.stage, cfg.data
     kind: RowKind = UNPAIRED
     if stage == "RM":
@@ -171,11 +171,11 @@ def row_pieces(job: TokeniseJob, line: int, raw: Raw) -> Shown:
         return [], parsed.reason, ()
     out: list[Piece] = []
     unused = parsed[0].unused
-    for said in parsed:
+    for row in parsed:
         if job.tokenizer is None:
-            out += said_pieces(said)
+            out += plain_pieces(row)
             continue
-        made = job.assemble(said)
+        made = job.assemble(row)
         if isinstance(made, Dropped):
             return [], made.reason, unused
         sample = made.sample
@@ -187,7 +187,7 @@ def row_pieces(job: TokeniseJob, line: int, raw: Raw) -> Shown:
 
 
 def pieces(sample: Sample, tokenizer: Tokenizer) -> list[Piece]:
-    """labels[i] is what position i must say, so token i + 1 is marked; the last target is shown itself."""
+    """labels[i] is the target of position i, so token i + 1 is marked; the last target is shown itself."""
     ids, labels = sample.ids.tolist(), sample.labels.tolist()
     if labels[-1] != IGNORE:
         ids = [*ids, labels[-1]]
@@ -220,23 +220,23 @@ def scored_pieces(sample: Sample, job: TokeniseJob) -> list[Piece]:
     return [*read, (f"\n{job.classes[int(sample.labels[-1])]}", TRAINED)]
 
 
-def said_pieces(said: Any) -> list[Piece]:
+def plain_pieces(row: Any) -> list[Piece]:
     """Of a Conversation, Preference, Unpaired or ClassRow."""
 
     def turn(message: ChatMessage, part: int) -> Piece:
         trained = message.role == "assistant" and message.trained
         return f"{message.role}: {write_out(message).content}\n", part if trained else READ
 
-    if isinstance(said, Conversation):
-        return [turn(message, TRAINED) for message in said.messages]
-    if isinstance(said, ClassRow):
-        return [(f"{said.text}\n", READ), (said.label, TRAINED)]
-    if isinstance(said, Unpaired):
-        asked = [turn(message, READ) for message in said.prompt]
-        return asked + [turn(message, TRAINED if said.desirable else REJECTED) for message in said.answer]
-    out = [turn(message, READ) for message in said.prompt]
-    out += [turn(message, TRAINED) for message in said.chosen]
-    return out + [turn(message, REJECTED) for message in said.rejected]
+    if isinstance(row, Conversation):
+        return [turn(message, TRAINED) for message in row.messages]
+    if isinstance(row, ClassRow):
+        return [(f"{row.text}\n", READ), (row.label, TRAINED)]
+    if isinstance(row, Unpaired):
+        prompt = [turn(message, READ) for message in row.prompt]
+        return prompt + [turn(message, TRAINED if row.desirable else REJECTED) for message in row.answer]
+    out = [turn(message, READ) for message in row.prompt]
+    out += [turn(message, TRAINED) for message in row.chosen]
+    return out + [turn(message, REJECTED) for message in row.rejected]
 
 
 def text_pieces(raw: Raw, tokenizer: Tokenizer | None, max_seq_len: int) -> Shown:
@@ -272,10 +272,10 @@ def joined(found: Sequence[Piece]) -> list[Piece]:
     return out
 
 
-def lines(told: dict[str, Any]) -> Iterable[str]:
+def lines(result: dict[str, Any]) -> Iterable[str]:
     """For people: trained tokens green (or in brackets), those of a rejected answer yellow (or in double ones)."""
     marks = {READ: ("", "", ("dim",)), TRAINED: ("[", "]", ("green", "bold")), REJECTED: ("[[", "]]", ("yellow",))}
-    for row in told["rows"]:
+    for row in result["rows"]:
         place = paint(f"{row['file']}:{row['line']}", "bold")
         yield f"{place}: {row['trained']:,} of {row['tokens']:,} tokens trained" if row.get("tokens") else place
         if row.get("problem"):
@@ -297,4 +297,4 @@ def lines(told: dict[str, Any]) -> Iterable[str]:
         yield "  " + text.replace("\n", "\n  ")
         if row.get("unused"):
             yield "  fields not used: " + ", ".join(f"`{name}`" for name in row["unused"])
-    yield f"{told['total']:,} rows, {told['format']}" if told["total"] else told["format"]
+    yield f"{result['total']:,} rows, {result['format']}" if result["total"] else result["format"]

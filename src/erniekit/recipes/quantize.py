@@ -45,7 +45,7 @@ def run_quantize(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
 
 
 def export_quantised(cfg: RunConfig) -> RunResult:
-    """What `export` would write, merged where there are adapters, and then quantised beside it."""
+    """What `export` would write, merged where there are adapters, and then quantised into a folder next to it."""
     need(cfg, "output_dir", "quant")
     plan = plan_of(cfg)
     out = plan.out.with_name(f"{plan.out.name}-{cfg.quantize.quant}")
@@ -110,7 +110,7 @@ def _quantised(cfg: RunConfig, source: Path, out: Path) -> RunResult:
         cfg.export.max_shard_size,
     )
     facts = quantise(job)
-    metrics = _tell(facts, out)
+    metrics = _print_result(facts, out)
     return RunResult(out, metrics, next_commands=[typed("chat", out)])
 
 
@@ -121,9 +121,9 @@ def _recipe(cfg: RunConfig, folder: ModelFolder) -> QuantRecipe:
 
 def _compensates(cfg: RunConfig, recipe: QuantRecipe) -> bool:
     """gptq or rtn; refused where rows are needed and not given."""
-    rows, asked = rows_are_given(cfg), cfg.quantize.quant_method
-    if not rows and (asked == "gptq" or recipe.needs_rows):
-        what = "gptq weighs errors by" if asked == "gptq" else f"{cfg.quantize.quant} stores the scales of"
+    rows, method = rows_are_given(cfg), cfg.quantize.quant_method
+    if not rows and (method == "gptq" or recipe.needs_rows):
+        what = "gptq weighs errors by" if method == "gptq" else f"{cfg.quantize.quant} stores the scales of"
         raise ConfigError(
             f"{what} the layers' inputs on real rows, and none are given",
             where="train_dataset_path",
@@ -131,13 +131,13 @@ def _compensates(cfg: RunConfig, recipe: QuantRecipe) -> bool:
             + ("; or quant_method=rtn" if not recipe.needs_rows else "; or quant=fp8_dynamic, which needs none"),
         )
     if recipe.rest.number == "nf4":
-        if asked == "gptq":
+        if method == "gptq":
             raise ConfigError("nf4 is rounded to nearest only", where="quant_method: gptq", fix="quant=w4a16 or mxfp4")
         return False
-    return rows if asked is None else asked == "gptq"
+    return rows if method is None else method == "gptq"
 
 
-def _tell(facts: dict[str, Any], out: Path) -> dict[str, float]:
+def _print_result(facts: dict[str, Any], out: Path) -> dict[str, float]:
     before, after, quality = facts["bytes_before"], facts["bytes_after"], facts["quality"]
     metrics: dict[str, float] = {"bytes_before": before, "bytes_after": after}
     if quality is not None:

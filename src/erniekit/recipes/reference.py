@@ -119,10 +119,10 @@ def frozen_copy(built: Built, stage: TrainingStage, fill: Fill | None = None) ->
 
 
 class RefreshReference(Hook):
-    """Every so many steps the reference becomes what the policy is (ref_model_update_steps)."""
+    """Copies the policy into the reference at every interval of ref_model_update_steps."""
 
-    def __init__(self, theirs: Built, policy: Built, every: int, output: Path) -> None:
-        self.theirs, self.policy, self.every, self.output = theirs, policy, every, output
+    def __init__(self, reference: Built, policy: Built, every: int, output: Path) -> None:
+        self.reference, self.policy, self.every, self.output = reference, policy, every, output
 
     def on_start(self, trainer: Trainer) -> None:
         """A resumed run has the reference of the run that was stopped, where a checkpoint still holds it."""
@@ -132,7 +132,7 @@ class RefreshReference(Hook):
             return  # the model the run began with, which it is
         saved = self.output / f"checkpoint-{last}"
         if last < step and all(self.policy.world.gather(saved.is_dir())):
-            self.theirs.read_weights(saved)
+            self.reference.read_weights(saved)
             say(f"reference the policy of step {last}, from {saved.name}")
             return
         self._copy()
@@ -151,8 +151,8 @@ class RefreshReference(Hook):
 
     @torch.no_grad()
     def _copy(self) -> None:
-        for (_, mine), (_, other) in zip(self.policy.parameters(), self.theirs.parameters()):
-            local(other).copy_(local(mine))
+        for (_, weight), (_, other) in zip(self.policy.parameters(), self.reference.parameters()):
+            local(other).copy_(local(weight))
 
 
 # --- computed once ---
@@ -199,7 +199,7 @@ def _write(folder: Path, values: np.ndarray) -> None:
 
 def _key(cfg: RunConfig, built: Built, source: PairSource) -> str:
     """Of the data's tokens, the model and how it computes."""
-    told = {
+    settings = {
         "version": cache_versions.REFERENCE,
         "data": source.fingerprint,
         "model": built.base,
@@ -207,7 +207,7 @@ def _key(cfg: RunConfig, built: Built, source: PairSource) -> str:
         "dtype": str(built.dtype),
         **({"frozen_base": f"{cfg.lora.frozen_base}, {cfg.lora.frozen_products}"} if cfg.lora.packed_base else {}),
     }
-    return hashlib.blake2b(json.dumps(told, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(json.dumps(settings, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
 def _compute(cfg: RunConfig, built: Built, data: TrainData, source: PairSource, policy: Reference) -> np.ndarray:

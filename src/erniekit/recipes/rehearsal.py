@@ -1,4 +1,4 @@
-"""A recipe's step as one rank of its full layout: built and run for shapes alone, or for real on the device at hand.
+"""A recipe's step as one rank of its full layout: built and run for shapes only, or for real on the device at hand.
 
 Called by rehearse_command.py. The other ranks do not exist: rehearse/recorded_group.py answers for them. What they
 read is made up (rehearsed_batches.py); weights are not read.
@@ -73,7 +73,7 @@ def prepare(cfg: RunConfig, layout: Layout, folder: Path, micro_batches: int = 0
         raise PlanError(
             f"{cfg.model.model_name_or_path} does not see: its config has no vision_config",
             where=cfg.origin("model_name_or_path"),
-            fix="stage: SFT, or a model that sees, such as baidu/ERNIE-4.5-VL-28B-A3B-Paddle",
+            fix="stage: SFT, or a vision-language model, such as baidu/ERNIE-4.5-VL-28B-A3B-Paddle",
         )
     if own is None:
         (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
@@ -102,7 +102,7 @@ def plan_for(rehearsal: Rehearsal, rank: int, device: Device) -> RunPlan:
 
 
 def no_card() -> Device:
-    """Stands for a card of the cluster: how much memory this machine has says nothing about it."""
+    """Stands for a card of the cluster, which may have more or less memory than this machine."""
     return replace(pick("cpu"), total_memory=0)
 
 
@@ -158,12 +158,12 @@ def built_for(rehearsal: Rehearsal, rank: int, device: Device) -> tuple[Built, T
     cfg = plan.config
     built = build(plan, stage_of(cfg), fill=without_values)
     optimizer = make_optimizer(cfg, built)
-    means, prepare = cfg.compat.mean_of_micro_batch_means, beside(built, stage_of(cfg))
+    means, prepare = cfg.compat.mean_of_micro_batch_means, other_models(built, stage_of(cfg))
     schedule = make_schedule(cfg, 10)
     return built, TrainStep(built.engine, optimizer, schedule, cfg.optim.max_grad_norm, means, prepare=prepare)
 
 
-def beside(built: Built, stage: TrainingStage) -> Prepare | None:
+def other_models(built: Built, stage: TrainingStage) -> Prepare | None:
     """The other models of a run, and what they compute before a step: a live reference, KTO's baseline, a teacher."""
     cfg = built.plan.config
     if (config := models_beside.teacher_of(cfg)) is not None:

@@ -25,12 +25,12 @@ FLAGS = ("--every-rank", "--json")
 
 def rehearse_command(args: list[str]) -> int:
     began = time.perf_counter()
-    words, numbers, flags = _options(args)
-    cfg = load(words, "train")
+    arguments, numbers, flags = _options(args)
+    cfg = load(arguments, "train")
     if "--shrunken" in numbers:
         from erniekit.recipes.shrunken import train_shrunken
 
-        return train_shrunken(cfg, words, numbers["--shrunken"])
+        return train_shrunken(cfg, arguments, numbers["--shrunken"])
     layout = layout_on(cfg, numbers.get("--ranks"))
     quiet = "--json" in flags
     if not quiet:
@@ -129,8 +129,8 @@ def _one_rank(job: Rehearsal, rank: int, quiet: bool) -> dict[str, Any]:
     try:
         found = measured(job, rank, device)
     except torch.OutOfMemoryError:
-        told = f"{device.peak_allocated() / GIB:.0f} GiB were allocated when it ran out, {planned / GIB:.0f} planned"
-        raise _too_large(job, rank, device, told) from None
+        reason = f"{device.peak_allocated() / GIB:.0f} GiB were allocated when it ran out, {planned / GIB:.0f} planned"
+        raise _too_large(job, rank, device, reason) from None
     seconds = plan.seconds * (1 - plan.bubble) * job.micro_batches / max(1, plan.micro_batches)
     known = card_of(device) is not None
     if not quiet:
@@ -159,12 +159,12 @@ def _too_large(job: Rehearsal, rank: int, device: Device, why: str) -> PlanError
 
 
 def _options(args: list[str]) -> tuple[list[str], dict[str, int], set[str]]:
-    """(words for the config, our numbers, our flags)."""
-    words: list[str] = []
+    """(arguments of the config, our numbers, our flags)."""
+    arguments: list[str] = []
     numbers: dict[str, int] = {}
     flags, rest = set(), iter(args)
-    for word in rest:
-        name, equals, value = word.partition("=")
+    for argument in rest:
+        name, equals, value = argument.partition("=")
         name = name.replace("_", "-") if name.startswith("--") else name
         if name in FLAGS:
             flags.add(name)
@@ -174,5 +174,5 @@ def _options(args: list[str]) -> tuple[list[str], dict[str, int], set[str]]:
                 raise ConfigError(f"{name} {text or 'without a number'}", where="erniekit rehearse", fix=f"{name} 8")
             numbers[name] = int(text)
         else:
-            words.append(word)
-    return words, numbers, flags
+            arguments.append(argument)
+    return arguments, numbers, flags

@@ -1,7 +1,7 @@
 """Micro-batches of a rehearsal: rows as full as the recipe lets them be, of tokens without meaning. For rehearsal.py.
 
-A model that sees is shown pictures and videos in one micro-batch and text alone in the next; ranks that read packs of
-their own take turns, so that at any time some see and others do not.
+A vision-language model gets pictures and videos in one micro-batch and only text in the next; ranks that read packs of
+their own take turns, so that at any time some have pictures and others do not.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def batch_for(plan: RunPlan, number: int) -> Batch:
 
 def first_seen(cfg: RunConfig, layout: Layout, rank: int) -> int:
     """0 on ranks whose first micro-batch has pictures, 1 on those whose second has. Ranks that read the same packs, or
-    send each other tokens for their experts, are alike: what others would send is taken from what this one has."""
+    exchange tokens for their experts, are the same: what others would send is taken from what this one has."""
     apart = cfg.train.stage == "VL-SFT" and not layout.experts_over_data
     return layout.data_rank(rank) % 2 if apart else 0
 

@@ -136,7 +136,7 @@ def describe(
     checks: Sequence[Check] = (),
     notes: Sequence[str] = (),
 ) -> None:
-    """checks: what the doctor found. notes: beside the config's own."""
+    """checks: the doctor's results. notes: besides the config's own."""
     record.describe(
         checks=[{"check": check.name, "found": check.text} for check in checks],
         config=[{"key": k, "value": v, "origin": cfg.origin(k)} for k, v in cfg.flat().items()],

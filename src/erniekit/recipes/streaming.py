@@ -44,7 +44,7 @@ def open_streamed(plan: RunPlan, tokenizer: Tokenizer, output: Path) -> TrainDat
     for source in sources:
         source.require(1)  # what cannot be read at all, or has no usable row, is an error of the start
     evaluation = evaluation_sources(plan, tokenizer, output)
-    # A run of stage SFT asks its sources for samples, reports and fingerprints alone.
+    # A run of stage SFT reads only samples, reports and fingerprints of its sources.
     found = cast("list[TokenSource]", sources)
     return counted(plan, tokenizer, found, stream, evaluation, t.gradient_accumulation_steps, collate)
 

@@ -42,7 +42,7 @@ from erniekit.recipes.own_loss import failed_in
 from erniekit.recipes.reference import Reference
 from erniekit.recipes.repeat import write_recipe
 from erniekit.recipes.run_plan import open_tokenizer, plan_run
-from erniekit.recipes.save_times import ends_with_weights_alone, minutes_between_saves
+from erniekit.recipes.save_times import ends_with_weights_only, minutes_between_saves
 from erniekit.recipes.schedule import make_schedule
 from erniekit.recipes.session import Session
 from erniekit.recipes.stage import Prepare, TrainingStage
@@ -99,7 +99,7 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
         doctor.check_vocabulary(folder, tokenizer)
     run_summary.show_plan(plan)
     for table in (MODELS, FORMATS, PREFERENCE_FORMATS, TOKEN_LOSSES, PAIR_LOSSES, TRACKERS):
-        table.installed()  # says which entry points of installed packages are refused
+        table.installed()  # reports which entry points of installed packages are refused
     record = RunRecord(output, command=list(command), version=run_summary.version())
     take_output(cfg)
     session.write_rows(output, world)
@@ -134,8 +134,8 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
             checks = doctor.before_training(stage, cfg, built, optimizer, data, tokenizer, first, prepare)
 
         probe = stage.probe(cfg, built, first, tokenizer) if cfg.checkpoint.probe_tokens else None
-        beside = stage.beside_weights(cfg, data, tokenizer) if world.is_main else {}
-        saver = saver_for(cfg, manager, built, optimizer, probe, disks, launch, scales, beside)
+        extra_files = stage.extra_files(cfg, data, tokenizer) if world.is_main else {}
+        saver = saver_for(cfg, manager, built, optimizer, probe, disks, launch, scales, extra_files)
         state = resume.restore(cfg, saver, point, data, promise)
         notes = [prepare.summary] if isinstance(prepare, KeptFeatures) else []
         # Nothing is refused from here on.
@@ -213,9 +213,9 @@ def saver_for(
     disks: resume.Disks,
     launch: str = "",
     scales: StaticScales | None = None,
-    beside: Mapping[str, bytes] | None = None,
+    extra_files: Mapping[str, bytes] | None = None,
 ) -> Saver:
-    words = set(cfg.checkpoint.unified_checkpoint_config)
+    options = set(cfg.checkpoint.unified_checkpoint_config)
     return Saver(
         manager,
         built.engine,
@@ -229,14 +229,14 @@ def saver_for(
         with_optimizer=not cfg.checkpoint.ignore_save_lr_and_optim,
         extra={"config": cfg.to_dict(), "version": run_summary.version()},
         compress="O0" if cfg.checkpoint.disable_ckpt_quant else cfg.checkpoint.ckpt_quant_stage,
-        with_masters="remove_master_weight" not in words,
-        rebuild_masters=bool(words & {"remove_master_weight", "master_weight_compatible"}),
+        with_masters="remove_master_weight" not in options,
+        rebuild_masters=bool(options & {"remove_master_weight", "master_weight_compatible"}),
         copy_to=disks.without if cfg.checkpoint.save_on_each_node else (),
         frozen_base="fp8 QAT" if scales is not None else cfg.lora.frozen_base if cfg.lora.packed_base else "",
         launch=launch,
         scales=scales,
         clear_scales=cfg.quant.fp8_force_clear_state,
-        beside=beside,
+        extra_files=extra_files,
         model_files=built.model_files(),
     )
 
@@ -267,7 +267,7 @@ def hooks_for(
         first=cfg.tracking.logging_first_step,
         ranks=built.world.size,
         further=data.mtp_tokens,
-        also=told_by(
+        also=metrics_of(
             loads,
             saver.scales if cfg.quant.enable_fp8_quantize_analysis else None,
             prepare if isinstance(prepare, KeptFeatures) else None,
@@ -280,8 +280,8 @@ def hooks_for(
     sweep: list[Hook] = [CollectGarbage(cfg.memory.gc_interval)] if cfg.memory.gc_interval else []
     first: list[Hook] = [hook for hook in (loads, saver.scales) if hook is not None]
     watch = [*first, *stage.hooks(cfg, built, prepare), *watchers(cfg, built, saver)]
-    minutes, alone = minutes_between_saves(cfg), ends_with_weights_alone(cfg)
-    save = SaveHook(saver, trackers, data.save_every, cfg.train.preempt_grace_s, minutes, alone)
+    minutes, weights_only = minutes_between_saves(cfg), ends_with_weights_only(cfg)
+    save = SaveHook(saver, trackers, data.save_every, cfg.train.preempt_grace_s, minutes, weights_only)
     if not data.evaluation:
         return [*watch, log, *own, save, *sweep]
 
@@ -305,7 +305,7 @@ def generation(cfg: RunConfig, built: Built, data: TrainData, trackers: Trackers
     return GenerationEval(cfg, built, data, open_tokenizer(built.plan), trackers, output)
 
 
-def told_by(*hooks: ExpertBalance | StaticScales | KeptFeatures | None) -> Callable[[], dict[str, float]]:
+def metrics_of(*hooks: ExpertBalance | StaticScales | KeptFeatures | None) -> Callable[[], dict[str, float]]:
     """What these add to every record."""
     return lambda: {name: value for hook in hooks if hook is not None for name, value in hook.metrics().items()}
 

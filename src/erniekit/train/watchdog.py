@@ -132,7 +132,7 @@ class Watchdog(Hook):
 
     def __enter__(self) -> Watchdog:
         self.phase("start")
-        self._listening.enter_context(heartbeat.heard_by(self.progress))
+        self._listening.enter_context(heartbeat.listening(self.progress))
         faulthandler.register(STACKS_SIGNAL, file=self._stacks_file, all_threads=True, chain=False)
         self._thread.start()
         self._ready.wait(5)

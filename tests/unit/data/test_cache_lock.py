@@ -71,7 +71,7 @@ def test_a_holder_that_works_is_waited_for_and_one_that_stands_still_is_not(
 
     def wait() -> None:
         try:
-            with heartbeat.heard_by(lambda: beats.append(1)), only_one(folder) as alone:
+            with heartbeat.listening(lambda: beats.append(1)), only_one(folder) as alone:
                 outcome.append(alone)
         except DataError as error:
             outcome.append(error)

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from erniekit.printable import words_of
+from erniekit.printable import error_text
 
 
 def because(what: str, error: BaseException) -> str:
     """`what`, and in brackets what the library that met it says, where that is for people."""
-    words = words_of(error)
+    words = error_text(error)
     return f"{what} ({words})" if words else what
 
 
