@@ -149,7 +149,10 @@ class TextTokenizer(Tokenizer):
         texts = [prompt_text(messages, self, add_generation_prompt, tools, variables) for messages in chats]
         if not tokenize:
             return texts[0] if single else texts
-        rows = [prompt_ids(messages, self, tools, variables=variables, ask=add_generation_prompt) for messages in chats]
+        rows = [
+            prompt_ids(messages, self, tools, variables=variables, add_generation_prompt=add_generation_prompt)
+            for messages in chats
+        ]
         made = self._padded(rows, single, padding, None, "left" if add_generation_prompt else "right", return_tensors)
         return made if return_dict else made["input_ids"]
 

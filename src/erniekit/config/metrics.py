@@ -40,6 +40,4 @@ def _metrics_of(stage: str, loss_type: str) -> dict[str, bool]:
         "logps/chosen": True,
         "logps/rejected": False,
     }
-    return (
-        {**out, "log_odds_ratio": True, "log_odds_chosen": True} if preference_loss(loss_type).log_odds else out
-    )
+    return {**out, "log_odds_ratio": True, "log_odds_chosen": True} if preference_loss(loss_type).log_odds else out

@@ -19,7 +19,7 @@ from erniekit.data.formats.fields import BadRow, named, refuse_media, require, t
 from erniekit.data.template import Turn
 from erniekit.data.tokenise import TokeniseJob
 from erniekit.data.tokenizer import Tokenizer
-from erniekit.data.types import IGNORE, ChatMessage, RowProblem, Sample, Spoken
+from erniekit.data.types import IGNORE, ChatMessage, RowContent, RowProblem, Sample
 from erniekit.errors import DataError
 
 MOST = 1000  # classes of a file; more are texts in the wrong field
@@ -31,8 +31,8 @@ class ClassRow:
     label: str
     unused: tuple[str, ...] = ()
 
-    def spoken(self) -> Spoken:
-        return Spoken(((ChatMessage("user", self.text),),), label=self.label)
+    def contents(self) -> RowContent:
+        return RowContent(((ChatMessage("user", self.text),),), label=self.label)
 
 
 def read_row(row: Any) -> ClassRow:
@@ -92,18 +92,18 @@ class ClassifyJob(TokeniseJob):
 
         return parsed(raw, line, self.path, one, self.columns)
 
-    def assemble(self, said: ClassRow, known: list[Turn] | None = None) -> Assembled | Dropped:
-        ids = text_ids(self.tokenizer, said.text)
+    def assemble(self, row: ClassRow, known: list[Turn] | None = None) -> Assembled | Dropped:
+        ids = text_ids(self.tokenizer, row.text)
         cut = len(ids) - self.max_seq_len
         if cut > 0 and self.overlong == "drop":
             return Dropped("overlong", f"its text has {len(ids)} tokens and {self.max_seq_len} fit")
         ids = ids[: self.max_seq_len]
         labels = np.full(len(ids), IGNORE, np.int32)
-        labels[-1] = self.classes.index(said.label)
+        labels[-1] = self.classes.index(row.label)
         return Assembled(Sample(np.array(ids, np.int32), labels), truncated_tokens=max(0, cut))
 
 
-def text_ids(tokenizer: Tokenizer, words: str) -> list[int]:
+def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     """The tokenizer's begin token, where it has one, and the text."""
     begin = [] if tokenizer.begin_id is None else [tokenizer.begin_id]
-    return begin + tokenizer.encode_text(words)
+    return begin + tokenizer.encode_text(text)

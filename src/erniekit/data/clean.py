@@ -1,6 +1,6 @@
-"""`erniekit data clean FILE... --output NEW.jsonl`: a copy of the rows without those that were asked to go.
+"""`erniekit data clean FILE... --output NEW.jsonl`: a copy of the rows without those selected for removal.
 
-Called by the command table. Writes new files alone; every row that is left out is listed with file, line and reason.
+Called by the command table. Writes only new files; every row that is left out is listed with file, line and reason.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from erniekit.log import paint, say, warn
 from erniekit.printable import counted, public
 from erniekit.progress import WorkProgress
 
-_SHOWN = 50  # rows printed; all are in the list beside the copy
+_SHOWN = 50  # rows printed; all are in the list next to the copy
 
 
 def clean_command(args: list[str]) -> int:
@@ -100,7 +100,7 @@ class _Cleaning:
                     raise
         except OSError as error:
             raise DataError(f"the copy cannot be written: {error}", where=str(self.output)) from error
-        self._tell()
+        self._print_summary()
 
     def _copy(self, copy: IO[str], listed: IO[str]) -> None:
         files = listed_files(self.given.files)
@@ -158,7 +158,7 @@ class _Cleaning:
             self.seen[key] = where
         return "", ""
 
-    def _tell(self) -> None:
+    def _print_summary(self) -> None:
         if self.reasons.total() > _SHOWN:
             say(f"  ... and {self.reasons.total() - _SHOWN:,} more")
         why = ", ".join(f"{count:,} {kind}" for kind, count in self.reasons.most_common())

@@ -36,11 +36,11 @@ def index_command(args: list[str]) -> int:
         num_proc=given.num_proc or cores(),
         max_bad_fraction=given.max_bad_fraction,
     )
-    _tell(made, given, dtype, time.monotonic() - began)
+    _print_result(made, given, dtype, time.monotonic() - began)
     return 0
 
 
-def _tell(made: Indexed, given: argparse.Namespace, dtype: str, seconds: float) -> None:
+def _print_result(made: Indexed, given: argparse.Namespace, dtype: str, seconds: float) -> None:
     report = made.report
     both = " and ".join(made.prefix + suffix for suffix in SUFFIXES[given.format])
     say(f"{paint(both, 'bold')}: {report.samples:,} documents, {short(report.tokens)} tokens ({dtype})")
@@ -53,8 +53,8 @@ def _tell(made: Indexed, given: argparse.Namespace, dtype: str, seconds: float) 
     if report.bad:
         warn(f"{report.bad_rows:,} of {report.rows:,} rows are left out; {made.prefix}_bad_rows.jsonl names each")
     model = given.model_name_or_path
-    words = ("--stage", "PT", "--model_name_or_path", model, "--input_dir", made.prefix, "--output_dir", "out")
-    say(f"next: {typed('train', *words)}")
+    arguments = ("--stage", "PT", "--model_name_or_path", model, "--input_dir", made.prefix, "--output_dir", "out")
+    say(f"next: {typed('train', *arguments)}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -82,8 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _yes(word: str) -> bool:
+def _yes(text: str) -> bool:
     known = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-    if word.lower() not in known:
-        raise ConfigError(f"--append_eos takes True or False, not {word!r}", where="command line")
-    return known[word.lower()]
+    if text.lower() not in known:
+        raise ConfigError(f"--append_eos takes True or False, not {text!r}", where="command line")
+    return known[text.lower()]

@@ -41,15 +41,15 @@ def data_command(args: list[str]) -> int:
             raise ConfigError(f"--{name} is {least}", where="erniekit data", fix=f"--{name} takes a number from 1 on")
     given.columns = columns_given(given.columns)
     files = listed_files(given.files)
-    return max(_checked(str(file.path), given, alone=len(files) == 1) for file in files)
+    return max(_checked(str(file.path), given, single=len(files) == 1) for file in files)
 
 
-def _checked(path: str, given: argparse.Namespace, alone: bool) -> int:
+def _checked(path: str, given: argparse.Namespace, single: bool) -> int:
     """Of several files, one that cannot be read does not hide the others."""
     try:
         return _check(path, given)
     except DataError as error:
-        if alone:
+        if single:
             raise
         say("\n".join(error.lines()))
         return error.exit_code
@@ -58,27 +58,27 @@ def _checked(path: str, given: argparse.Namespace, alone: bool) -> int:
 def as_flags(args: list[str], taken: Sequence[str] = KEYS_TAKEN, command: str = "erniekit data") -> list[str]:
     """key=value as its flag, for the keys of a recipe that the command takes."""
     out: list[str] = []
-    for before, word in zip(["", *args], args):
-        name, equals, value = word.partition("=")
-        if before in ("--columns", "--output"):  # whose value may be such a word
-            out.append(word)
+    for before, argument in zip(["", *args], args):
+        name, equals, value = argument.partition("=")
+        if before in ("--columns", "--output"):  # whose value may look like such a flag
+            out.append(argument)
             continue
         if name.startswith("columns.") and equals:
             out += ["--columns", f"{name.removeprefix('columns.')}={value}"]
-        elif equals and name.isidentifier() and not Path(word).exists():
+        elif equals and name.isidentifier() and not Path(argument).exists():
             if name not in taken:
                 near = nearest(name, list(taken))
                 hint = f"did you mean {near[0]}? " if near else ""
                 raise ConfigError(f"unknown key {name!r}", where=command, fix=f"{hint}it takes {', '.join(taken)}")
             out += [f"--{name}", value]
         else:
-            out.append(word)
+            out.append(argument)
     return out
 
 
-def columns_given(words: Sequence[str] | None) -> Columns:
+def columns_given(values: Sequence[str] | None) -> Columns:
     """`prompt=q,response=a`, once or several times."""
-    pairs = [part.partition("=") for word in words or () for part in word.split(",")]
+    pairs = [part.partition("=") for argument in values or () for part in argument.split(",")]
     return as_columns({field.strip(): column.strip() for field, _, column in pairs}, "--columns")
 
 
@@ -142,7 +142,7 @@ def _check(path: str, given: argparse.Namespace) -> int:
         say(f"  {unused_line(unused)}")
     for line_of_text in (*quality.lines(), *pairs.lines()):
         say(f"  {line_of_text}")
-    _say_bad(shown, kinds)
+    _print_bad(shown, kinds)
     return 1 if bad else 0
 
 
@@ -155,11 +155,11 @@ def _check_vision(path: str, found: Detected, given: argparse.Namespace) -> int:
     say(f"{path}: {paint(found.format, 'bold')} ({found.why})")
     for line in budget_lines(path, budget, rules, given.length, model is not None):
         say(line)
-    _say_bad(budget.bad, budget.kinds)
+    _print_bad(budget.bad, budget.kinds)
     return 1 if budget.kinds else 0
 
 
-def _say_bad(shown: list[RowProblem], kinds: Counter[str]) -> None:
+def _print_bad(shown: list[RowProblem], kinds: Counter[str]) -> None:
     for problem in shown:
         say(f"  {paint(f'{problem.file}:{problem.line}', 'yellow')}: {problem.reason} [{problem.kind}]")
     rest = kinds - Counter(problem.kind for problem in shown)
@@ -187,7 +187,7 @@ class _Quality:
     """Lengths, repeated rows, near-empty answers and the encoding of a file."""
 
     def __init__(self, path: str, found: Detected, given: argparse.Namespace) -> None:
-        self.report = DataReport(path, found.format, encoding=file_encoding(path).said())
+        self.report = DataReport(path, found.format, encoding=file_encoding(path).describe())
         self.limit, self.over, self.sizes = given.length, list[int](), Counter[int]()
         self._rows = RowCounts()
         self._job: TokeniseJob | None = None
@@ -201,7 +201,7 @@ class _Quality:
         if self._job is None:
             self.sizes[size_of(read)] += 1
             return
-        made = [self._job.assemble(said) for said in read]
+        made = [self._job.assemble(row) for row in read]
         lengths = [len(one.sample.ids) for one in made if isinstance(one, Assembled)]
         self.sizes.update(lengths)
         if any(length > self.limit for length in lengths):
@@ -240,8 +240,8 @@ class _Pairs:
     def lines(self) -> list[str]:
         if self.first is None:
             return []
-        told = ", ".join(f"{name} {_median(sizes):,} (to {max(sizes):,})" for name, sizes in self.sizes.items())
-        out = [f"characters, median: {told}; chosen is longer in {self.longer / self.count:.0%}"]
+        medians = ", ".join(f"{name} {_median(sizes):,} (to {max(sizes):,})" for name, sizes in self.sizes.items())
+        out = [f"characters, median: {medians}; chosen is longer in {self.longer / self.count:.0%}"]
         if self.past:
             out.append(f"{self.past:,} prompts hold earlier turns; they are read, not scored")
         if self.several:
@@ -252,13 +252,13 @@ class _Pairs:
         out.append(f"row {line}; scored is what the assistant says in its last two lines:")
         out += [f"  {message.role:9} {_shown(message)}" for message in pair.prompt]
         for name, answer in (("chosen", pair.chosen), ("rejected", pair.rejected)):
-            said = [paint(_shown(m), "bold") if m.role == "assistant" else f"({m.role}: {_shown(m)})" for m in answer]
-            out.append(f"  {name:9} " + " ".join(said))
+            texts = [paint(_shown(m), "bold") if m.role == "assistant" else f"({m.role}: {_shown(m)})" for m in answer]
+            out.append(f"  {name:9} " + " ".join(texts))
         return out
 
 
-def _size(said: tuple[ChatMessage, ...]) -> int:
-    return sum(len(message.content) for message in said)
+def _size(messages: tuple[ChatMessage, ...]) -> int:
+    return sum(len(message.content) for message in messages)
 
 
 def _median(counts: Counter[int]) -> int:

@@ -1,6 +1,6 @@
 """StreamSource: samples of files that are read while a run trains, in the order of their rows.
 
-Opened by recipes/streaming.py; stream_order.py asks it for as many samples as the next packs take, and no row is read
+Opened by recipes/streaming.py; stream_order.py reads as many samples as the next packs take, and no row is read
 before. One process of those that share the cache folder reads; stream_store.py keeps what it made of the rows.
 """
 
@@ -47,11 +47,11 @@ class StreamSource:
         store: StreamStore,
         max_bad_fraction: float,
     ) -> None:
-        """name: what the recipe calls it. job_of: how rows of a file become samples; asked when its turn comes."""
+        """name: what the recipe calls it. job_of: how rows of a file become samples; called when its turn comes."""
         self.name, self.files, self.fingerprint = name, list(files), fingerprint
         self._job_of, self._store, self._max_bad = job_of, store, max_bad_fraction
         self._first = job_of(self.files[0])  # a file that cannot be read is an error of the start
-        self._encoding = file_encoding(self.files[0]).said()
+        self._encoding = file_encoding(self.files[0]).describe()
         self._chunks: Iterator[tuple[int, Rows, TokeniseJob] | int] | None = None
         self._reading = RLock()
         self._report: tuple[tuple[int, bool], DataReport] | None = None
@@ -72,7 +72,7 @@ class StreamSource:
         return self._store.look().samples
 
     def require(self, count: int) -> bool:
-        """Read on until there are so many samples. False: the source ends before."""
+        """Read on until there are this many samples. False: the source ends before."""
         progress = self._store.progress
         if progress.samples >= count:
             return True

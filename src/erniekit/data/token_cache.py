@@ -1,6 +1,6 @@
 """The token cache: a dataset file is tokenised once per content, format, tokenizer and rules; then only read.
 
-recipes/ open their sources here; the loader asks a TokenSource for samples, the packer for their lengths.
+recipes/ open their sources here; the loader reads samples of a TokenSource, the packer their lengths.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class PairSource(TokenSource):
     """Preference pairs of one file."""
 
     def row_of(self, index: int) -> Sample:
-        """Its ids and labels alone."""
+        """Only its ids and labels."""
         return super().sample(index)
 
     def __init__(self, folder: Path, report: DataReport) -> None:
@@ -106,7 +106,7 @@ class PairSource(TokenSource):
 class RowKind(NamedTuple):
     """Rows that are neither conversations nor pairs: how they are read and what they are kept as."""
 
-    name: str  # said in place of a format
+    name: str  # shown in place of a format
     job: Callable[..., TokeniseJob]
     source: type[TokenSource]
 
@@ -168,7 +168,7 @@ def row_job(
     if columns and format:
         check_columns(path, columns)
     format = format or _detected(path, pairs is not None, columns)
-    (FORMATS if pairs is None else PREFERENCE_FORMATS).get(format)  # an unknown name is said before the file is read
+    (FORMATS if pairs is None else PREFERENCE_FORMATS).get(format)  # an unknown name is refused before reading
     return TokeniseJob(str(path), format, tokenizer, max_seq_len, overlong, compat, pairs, thinking, columns)
 
 
@@ -238,7 +238,7 @@ def digest_of(path: str | Path) -> tuple[str, int]:
 
 def cache_key(job: TokeniseJob, content: str) -> str:
     """Of a content and all that turns it into samples."""
-    told = {
+    stored = {
         "version": cache_versions.SAMPLES,
         "content": content,
         "format": job.format,
@@ -253,7 +253,7 @@ def cache_key(job: TokeniseJob, content: str) -> str:
         **job.more_key(),
         **_reader_key(job.format, FORMATS if job.pairs is None else PREFERENCE_FORMATS),
     }
-    return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(json.dumps(stored, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _reader_key(format: str, table: Registry) -> dict[str, str]:
@@ -269,10 +269,10 @@ def _reader_key(format: str, table: Registry) -> dict[str, str]:
 def _opened(folder: Path, job: TokeniseJob) -> DataReport | None:
     """The report of a whole cache folder; None when there is none, or it is damaged."""
     try:
-        told = json.loads((folder / REPORT).read_text(encoding="utf-8"))
-        if not sealed.intact(folder, told["files"]) or not job.is_current(folder):
+        stored = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+        if not sealed.intact(folder, stored["files"]) or not job.is_current(folder):
             return None
-        report = DataReport.from_dict(told["report"], job.path)
+        report = DataReport.from_dict(stored["report"], job.path)
         if FAULT in report.bad and (folder / REPORT).stat().st_mtime < started():
             return None  # a bug counts for the run that met it: the next one may have been repaired
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -284,10 +284,10 @@ def _opened(folder: Path, job: TokeniseJob) -> DataReport | None:
 def _build(folder: Path, job: TokeniseJob, num_proc: int, lines: int) -> DataReport:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with only_one(folder) as alone:
+        with only_one(folder) as only_holder:
             report = _opened(folder, job)  # another process may have been first
             if report is None:
-                report = _write(folder, job, num_proc, lines, alone)
+                report = _write(folder, job, num_proc, lines, only_holder)
             return report
     except OSError as error:
         raise DataError(
@@ -297,9 +297,9 @@ def _build(folder: Path, job: TokeniseJob, num_proc: int, lines: int) -> DataRep
         ) from error
 
 
-def _write(folder: Path, job: TokeniseJob, num_proc: int, lines: int, alone: bool) -> DataReport:
+def _write(folder: Path, job: TokeniseJob, num_proc: int, lines: int, only_holder: bool) -> DataReport:
     """Into a folder of its own, renamed when whole: a cache is complete or absent."""
-    if alone:  # what a killed run left behind
+    if only_holder:  # what a killed run left behind
         for left in folder.parent.glob(f"{folder.name}.tmp-*"):
             shutil.rmtree(left, ignore_errors=True)
     temporary = folder.with_name(f"{folder.name}.tmp-{os.getpid()}-{time.monotonic_ns()}")

@@ -50,7 +50,7 @@ def batch_for(plan: RunPlan, number: int) -> Batch:
     vision = plan.folder.config.vision
     if cfg.train.stage != "VL-SFT" or vision is None:
         return batch
-    batch = replace(batch, positions=batch.positions[..., None].repeat(1, 1, 3), beside_pictures=0)
+    batch = replace(batch, positions=batch.positions[..., None].repeat(1, 1, 3), picture_labels=0)
     if (number + first_seen(cfg, layout, plan.world.rank)) % 2:
         return batch
     return _shown(batch, layout, vision, decodes=plan.world.at["pp"] == 0)
@@ -108,7 +108,7 @@ def _shown(batch: Batch, layout: Layout, shape: VisionShape, decodes: bool) -> B
         batch,
         labels=labels.view(rows, length),
         num_label_tokens=trained,
-        beside_pictures=trained,
+        picture_labels=trained,
         modality=modality.view(rows, length),
         vision=Vision(patches, grids, places),
     )

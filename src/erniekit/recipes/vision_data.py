@@ -205,15 +205,15 @@ def first_prompts(cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> Comp
         return None
     rules, thinking = collate.rules, cast(Thinking, cfg.data.train_thinking)
     assembler = VisionAssembler(tokenizer, rules, thinking)
-    ask = headers_from(collate.pool, rules.limits)
+    header_of = headers_from(collate.pool, rules.limits)
     for row in _vision_rows(data):
         messages = kept(row.messages, thinking)
         if not messages or messages[-1].role != "assistant":
             continue
         try:
-            made = assembler.sample(row, cfg.data.max_seq_len, "drop", ask)
+            made = assembler.sample(row, cfg.data.max_seq_len, "drop", header_of)
             reasoning = any(divided(write_out(m).content)[0] for m in messages if m.role == "assistant")
-            prompt = assembler.prompt(replace(row, messages=messages[:-1]), ask, reasoning).ids.tolist()
+            prompt = assembler.prompt(replace(row, messages=messages[:-1]), header_of, reasoning).ids.tolist()
         except (MediaError, BadRow):
             continue
         if isinstance(made, Assembled) and not made.dropped_turns:

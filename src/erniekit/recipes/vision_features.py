@@ -18,7 +18,7 @@ from torch import nn
 from erniekit.config import RunConfig
 from erniekit.data.types import Batch
 from erniekit.data.vision.collate import VisionCollate
-from erniekit.data.vision.features import FOLDER, FeatureShape, FeatureStore, make_room
+from erniekit.data.vision.features import FOLDER, FeatureShape, FeatureStore, free_space
 from erniekit.errors import ConfigError
 from erniekit.files.cache_folder import default_cache_dir
 from erniekit.log import say, warn_once
@@ -118,7 +118,7 @@ def feature_cache(cfg: RunConfig, built: Built, data: TrainData) -> KeptFeatures
     eyes = _eyes(built, "resampler" in frozen) if _vision_models(built) else None  # later pipeline stages have no tower
     name = built.world.broadcast(_name(built, eyes, shape) if eyes is not None else "")  # the first rank's
     folder = Path(cfg.data.cache_dir or default_cache_dir()).expanduser() / FOLDER
-    capacity = make_room(folder, limit, needed, name) if built.world.is_main else 0
+    capacity = free_space(folder, limit, needed, name) if built.world.is_main else 0
     capacity = built.world.broadcast(capacity) // built.world.size
     what = "the resampler's" if shape.tokens else "the tower's"
     summary = f"{what} output of all pictures, {_gb(needed)} at most, in {folder / name}"

@@ -96,7 +96,7 @@ class VisionPreview:
                 "frames": t,
             }
             if number < MOST_SHOWN and self._is_here(medium):
-                content = self._pool.ask(ReadThumbnail(medium, self.rules.limits), medium.places[0].name)
+                content = self._pool.run(ReadThumbnail(medium, self.rules.limits), medium.places[0].name)
                 entry["thumbnail"] = "data:image/jpeg;base64," + base64.b64encode(content).decode()
             out.append(entry)
         return out

@@ -76,7 +76,7 @@ class MediaProcess:
             left = task.ends - time.monotonic()
             if left <= 0:
                 raise MediaError("timeout", f"{name}: no time was left to read it")
-            return self._worker.ask(work, replace(self.limits, total=min(self.limits.total, left)), name)
+            return self._worker.run(work, replace(self.limits, total=min(self.limits.total, left)), name)
 
         try:
             return task.work.read(run_work)

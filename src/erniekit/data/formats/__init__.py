@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from erniekit.data.formats.columns import Columns, mapped_alone
+from erniekit.data.formats.columns import Columns, only_mapped
 from erniekit.data.formats.detection import Detected, guessed
 from erniekit.data.formats.fields import BadRow, is_preference, refuse_media, require
 from erniekit.data.formats.files import MAX_ROW_BYTES, TOO_MANY_DIGITS, Raw, decode, rows
@@ -156,7 +156,7 @@ def parsed(raw: Raw, line_no: int, path: str | Path, read: Callable[[Any], T], c
 def read(
     path: str | Path, format: str, compat: bool = False, columns: Columns = ()
 ) -> Iterator[tuple[int, Conversation | RowProblem]]:
-    _reader(format)  # an unknown name is said before the file is opened
+    _reader(format)  # an unknown name is reported before the file is opened
     for line_no, raw in rows(path):
         found = parse(raw, line_no, path, format, compat, columns)
         if isinstance(found, RowProblem):
@@ -168,7 +168,7 @@ def read(
 
 def detect(path: str | Path, vision: bool = False, columns: Columns = ()) -> Detected:
     """The format of the first rows, by their fields. DataError when they fit none. vision: rows may hold pictures.
-    columns: which of the file's are which fields; they alone decide if they make up a format."""
+    columns: which of the file's are which fields; only they decide if they make up a format."""
     seen: Counter[tuple[str, bool]] = Counter()
     found: dict[tuple[str, bool], Detected] = {}
     example, count, foreign = "", 0, 0
@@ -190,7 +190,7 @@ def detect(path: str | Path, vision: bool = False, columns: Columns = ()) -> Det
         except (ValueError, RecursionError):
             foreign += isinstance(raw, bytes) and b"\0" in raw  # UTF-16 without a mark at its beginning
             continue
-        guess = guessed(mapped_alone(row, columns), vision) or guessed(row, vision)
+        guess = guessed(only_mapped(row, columns), vision) or guessed(row, vision)
         if guess:
             seen[guess.format, guess.preference] += 1
             before = found.get((guess.format, guess.preference))
@@ -210,9 +210,9 @@ def detect(path: str | Path, vision: bool = False, columns: Columns = ()) -> Det
         )
     # Rows with tools are rare in a file of tool data, and only the chatml reader knows them.
     tools = ("chatml", False)
-    alone = tools in seen and not seen.keys() - {tools, ("messages", False)}
-    seeing = [kind for kind, _ in seen.most_common() if found[kind].vision]
-    return found[seeing[0] if seeing else tools if alone else seen.most_common(1)[0][0]]
+    only_tools = tools in seen and not seen.keys() - {tools, ("messages", False)}
+    with_media = [kind for kind, _ in seen.most_common() if found[kind].vision]
+    return found[with_media[0] if with_media else tools if only_tools else seen.most_common(1)[0][0]]
 
 
 def check_columns(path: str | Path, columns: Columns) -> None:

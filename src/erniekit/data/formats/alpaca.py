@@ -15,7 +15,7 @@ from erniekit.data.formats.message import from_cell
 from erniekit.data.preference import Preference
 from erniekit.data.types import Conversation
 
-_ASKED = ("instruction", "question", "prompt")  # what preference sets call the same field
+_QUESTIONS = ("instruction", "question", "prompt")  # what preference sets call the same field
 
 
 def conversations(row: Any, compat: bool) -> list[Conversation]:
@@ -37,11 +37,11 @@ def preference(row: Any, compat: bool) -> Preference:
         raise BadRow("not_an_object", f"a row must be an object with `chosen` and `rejected`, not {named(row)}")
     if not compat:
         refuse_tools(row)
-    asked = next((field for field in _ASKED if row.get(field) is not None), "instruction")
-    question = _question(row, asked, compat)
+    field_name = next((field for field in _QUESTIONS if row.get(field) is not None), "instruction")
+    question = _question(row, field_name, compat)
     require(row, "chosen", "rejected")
     past = [] if compat else _history(row.get("history"))
-    known = (asked, "input", "system", "chosen", "rejected", *(() if compat else ("history", "score_delta")))
+    known = (field_name, "input", "system", "chosen", "rejected", *(() if compat else ("history", "score_delta")))
     return Preference(
         pairs.prompt(row.get("system"), [*(pair[0] for pair in past), question], [pair[1] for pair in past], compat),
         pairs.answer(row["chosen"], "chosen"),
@@ -51,12 +51,12 @@ def preference(row: Any, compat: bool) -> Preference:
     )
 
 
-def _question(row: dict[str, Any], asked: str, compat: bool) -> str:
-    parts = [text(row[key], key, empty=True) for key in (asked, "input") if row.get(key) is not None]
+def _question(row: dict[str, Any], field_name: str, compat: bool) -> str:
+    parts = [text(row[key], key, empty=True) for key in (field_name, "input") if row.get(key) is not None]
     question = ("" if compat else "\n").join(part for part in parts if part)
     if not question.strip():
-        require(row, asked)
-        raise BadRow("empty_text", f"`{asked}` and `input` are empty")
+        require(row, field_name)
+        raise BadRow("empty_text", f"`{field_name}` and `input` are empty")
     return question
 
 

@@ -41,7 +41,7 @@ def _first_is_system(row: dict[str, Any], compat: bool) -> bool:
 
 
 def _replaced(row: dict[str, Any]) -> list[str]:
-    """What a row with `is_system` holds beside its first `src`: another system text, and the answer to it."""
+    """What a row with `is_system` holds besides its first `src`: another system text, and the answer to it."""
     return [name for name, value in (("system", row.get("system")), ("tgt[0]", row.get("tgt"))) if holds(value)]
 
 
@@ -54,15 +54,15 @@ def build(
     unused: Sequence[str] = (),
 ) -> Conversation:
     """White space of turns is kept; the old reader stripped it. An empty system text is none (it kept its newline)."""
-    said = []
+    messages = []
     if system is not None:
         system = text(system, "system", empty=True)
         if system or compat:
-            said.append(ChatMessage("system", system))
+            messages.append(ChatMessage("system", system))
     for question, answer, train in zip(questions, answers, trained):
-        said.append(ChatMessage("user", question.strip() if compat else question))
-        said.append(ChatMessage("assistant", answer.strip() if compat else answer, trained=train))
-    return Conversation(tuple(said), unused=tuple(unused))
+        messages.append(ChatMessage("user", question.strip() if compat else question))
+        messages.append(ChatMessage("assistant", answer.strip() if compat else answer, trained=train))
+    return Conversation(tuple(messages), unused=tuple(unused))
 
 
 def preference(row: Any, compat: bool) -> Preference:

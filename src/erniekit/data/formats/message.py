@@ -1,4 +1,4 @@
-"""One {role, content} message of a row, and every field beside these two: honoured, refused, or named as not used.
+"""One {role, content} message of a row, and every field besides these two: honoured, refused, or named as not used.
 
 Called by the messages format, whose lists the chatml and erniekit formats read too.
 """
@@ -22,7 +22,7 @@ _THOUGHT_PARTS = ("thinking", "reasoning")  # types of content parts
 
 class MessageReader:
     """Reads the messages of one row. `unused` names what they hold beyond that. `compat` reads what ERNIEKit read;
-    in a `preference` the assistant's words are scored whatever a message says of being trained."""
+    in a `preference` the assistant's text is scored whatever a message's own flag."""
 
     role_key, content_key = "role", "content"
 
@@ -30,7 +30,7 @@ class MessageReader:
         self.compat, self.preference = compat, preference
         self.row_fields = () if compat else ("system",)
         self._unused: dict[str, None] = {}  # in the order they are met
-        self._flagged: set[int] = set()  # messages that say themselves whether they are trained
+        self._flagged: set[int] = set()  # messages with their own flag whether they are trained
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -52,10 +52,10 @@ class MessageReader:
             raise BadRow("tools", f"`{field}.function_call` is OpenAI's older form; write it as `tool_calls`")
         known = ["role", "content"]
         calls, trained, thought = self._assistants(item, field, known, place) if role == "assistant" else ((), True, "")
-        content, thinks = self._content(item.get("content"), f"{field}.{self.content_key}", role)
-        if thought and thinks and thought != thinks:
+        content, inline_thought = self._content(item.get("content"), f"{field}.{self.content_key}", role)
+        if thought and inline_thought and thought != inline_thought:
             raise BadRow("two_thoughts", f"`{field}` holds two different thoughts")
-        content, thought = self._one_thought(content, thought or thinks, field)
+        content, thought = self._one_thought(content, thought or inline_thought, field)
         if not content.strip() and not calls and role in ("user", "assistant"):
             raise BadRow("empty_text", f"`{field}.{self.content_key}` is empty")
         if len(item) > 2:
@@ -64,22 +64,26 @@ class MessageReader:
             self._note(extra if role != "assistant" else item, known, f"{field}.")
         return ChatMessage(role, content, trained, calls, thought)
 
-    def opening(self, said: list[ChatMessage], row: Mapping[str, Any]) -> list[ChatMessage]:
+    def opening(self, messages: list[ChatMessage], row: Mapping[str, Any]) -> list[ChatMessage]:
         """With the row's own `system` text in front. An empty system message is none."""
-        if said[0].role == "system" and not said[0].content:
-            said = said[1:]
+        if messages[0].role == "system" and not messages[0].content:
+            messages = messages[1:]
         if "system" not in self.row_fields or not holds(row.get("system")):
-            return said
+            return messages
         system = text(row["system"], "system", empty=True)
-        if said[0].role == "system" and said[0].content != system:
+        if messages[0].role == "system" and messages[0].content != system:
             raise BadRow("two_systems", "the row has `system` and a system message that says something else")
-        return said if said[0].role == "system" or not system.strip() else [ChatMessage("system", system), *said]
+        return (
+            messages
+            if messages[0].role == "system" or not system.strip()
+            else [ChatMessage("system", system), *messages]
+        )
 
-    def labelled(self, said: list[ChatMessage], labels: Sequence[bool]) -> list[ChatMessage]:
-        """`label` of the row decides, and must not contradict what a message says of itself."""
+    def labelled(self, messages: list[ChatMessage], labels: Sequence[bool]) -> list[ChatMessage]:
+        """`label` of the row decides, and must not contradict a message's own flag."""
         trained = iter(labels)
-        out = [replace(m, trained=next(trained)) if m.role == "assistant" else m for m in said]
-        if self._flagged and not self.compat and out != said:
+        out = [replace(m, trained=next(trained)) if m.role == "assistant" else m for m in messages]
+        if self._flagged and not self.compat and out != messages:
             raise BadRow("bad_label", "`label` of the row and `weight`, `train` or `loss` of a message disagree")
         return out
 
@@ -91,17 +95,17 @@ class MessageReader:
     ) -> tuple[tuple[dict[str, Any], ...], bool, str]:
         """Tool calls, whether it is trained, and its thought: what only an answer has."""
         known += ["tool_calls", *(_TRAINED_COMPAT if self.compat else _TRAINED), *(() if self.compat else FIELDS)]
-        said = {}
+        flags = {}
         for key in _TRAINED_COMPAT if self.compat else _TRAINED:
             if item.get(key) is not None:
-                said[key] = flag(item[key], f"{field}.{key}")
-        if len(set(said.values())) > 1 and not self.compat:
-            raise BadRow("bad_label", f"`{field}` says both that it is trained and that it is not: {', '.join(said)}")
-        trained = list(said.values())[-1] if said else True
-        if said:
+                flags[key] = flag(item[key], f"{field}.{key}")
+        if len(set(flags.values())) > 1 and not self.compat:
+            raise BadRow("bad_label", f"`{field}` says both that it is trained and that it is not: {', '.join(flags)}")
+        trained = list(flags.values())[-1] if flags else True
+        if flags:
             self._flagged.add(place)
             if self.preference and not trained:
-                self._unused.update({f"{general(field)}.{key}": None for key in said})
+                self._unused.update({f"{general(field)}.{key}": None for key in flags})
         calls = self._tool_calls(item.get("tool_calls"), f"{field}.tool_calls")
         return calls, trained, "" if self.compat else _thought(item, field)
 
@@ -152,7 +156,7 @@ class MessageReader:
                 place += "function."
             self._note(function, ("type", "name", "arguments"), place)
             arguments = function.get("arguments")
-            if isinstance(arguments, str):  # OpenAI writes them as JSON text; templates want the object
+            if isinstance(arguments, str):  # OpenAI writes them as JSON text; templates need the object
                 arguments = parsed_json(arguments, f"{field}[{i}].function.arguments") if arguments.strip() else {}
             if not isinstance(arguments, (dict, type(None))):
                 given = named(arguments)
@@ -162,17 +166,17 @@ class MessageReader:
 
 
 def _thought(item: Mapping[str, Any], field: str) -> str:
-    """Under whichever name; under several if they say the same."""
+    """Under whichever name; under several if they are the same."""
     given = {name: text(item[name], f"{field}.{name}", empty=True) for name in FIELDS if item.get(name) is not None}
-    thoughts = {name: thought for name, words in given.items() if (thought := _bare(words, f"{field}.{name}"))}
+    thoughts = {name: thought for name, value in given.items() if (thought := _bare(value, f"{field}.{name}"))}
     if len(set(thoughts.values())) > 1:
         raise BadRow("two_thoughts", f"`{field}` holds different thoughts in {', '.join(thoughts)}")
     return next(iter(thoughts.values()), "")
 
 
-def _bare(words: str, field: str) -> str:
+def _bare(value: str, field: str) -> str:
     """Without the tags some data sets keep around it."""
-    thought = words.strip().removeprefix(THINK).removesuffix(THOUGHT).strip()
+    thought = value.strip().removeprefix(THINK).removesuffix(THOUGHT).strip()
     if THOUGHT in thought:
         raise BadRow("bad_thought", f"`{field}` holds {THOUGHT}, which would end the thought before its end")
     return thought

@@ -18,28 +18,28 @@ from erniekit.data.types import ChatMessage, Conversation
 
 
 def conversations(row: Any, compat: bool) -> list[Conversation]:
-    said, unused = read_messages(row, compat)
+    messages, unused = read_messages(row, compat)
     tools = read_tools(row)
-    if tools or any(message.role == "tool" or message.tool_calls for message in said):
-        return one_per_answer(said, tools, unused)
-    return [Conversation(said, unused=unused)]
+    if tools or any(message.role == "tool" or message.tool_calls for message in messages):
+        return one_per_answer(messages, tools, unused)
+    return [Conversation(messages, unused=unused)]
 
 
 def one_per_answer(
-    said: tuple[ChatMessage, ...], tools: tuple[dict[str, Any], ...], unused: tuple[str, ...]
+    messages: tuple[ChatMessage, ...], tools: tuple[dict[str, Any], ...], unused: tuple[str, ...]
 ) -> list[Conversation]:
     """An example per trained answer; everything before it is its prompt, as a server would send it."""
-    before = tuple(replace(message, trained=False) for message in said)
-    asked = [i for i, message in enumerate(said) if message.role == "assistant" and message.trained]
-    if not asked:
+    before = tuple(replace(message, trained=False) for message in messages)
+    trained = [i for i, message in enumerate(messages) if message.role == "assistant" and message.trained]
+    if not trained:
         raise BadRow("untrained", "no assistant message is trained (all labels are 0)")
-    return [Conversation((*before[:i], said[i]), tools, unused) for i in asked]
+    return [Conversation((*before[:i], messages[i]), tools, unused) for i in trained]
 
 
 def read_messages(
     row: Any, compat: bool, field: str = "messages", reader: MessageReader | None = None
 ) -> tuple[tuple[ChatMessage, ...], tuple[str, ...]]:
-    """What is said, and the names of fields that hold something else. field: the one that holds the list."""
+    """The messages, and the names of fields that hold something else. field: the one that holds the list."""
     if isinstance(row, list):  # a line that is the list itself
         row = {field: row}
     if not isinstance(row, dict):
@@ -49,14 +49,14 @@ def read_messages(
     if not isinstance(items, list):
         raise BadRow("wrong_type", f"`{field}` must be a list, not {named(items)}")
     reader = reader or MessageReader(compat)
-    said = reader.read_all(items, field)
-    check_order(said, [f"{field}[{i}]" for i in range(len(said))], field, reader.role_key)
-    said = reader.opening(said, row)
+    messages = reader.read_all(items, field)
+    check_order(messages, [f"{field}[{i}]" for i in range(len(messages))], field, reader.role_key)
+    messages = reader.opening(messages, row)
     if row.get("label") is not None:
-        count = sum(message.role == "assistant" for message in said)
-        said = reader.labelled(said, flags(row["label"], "label", count, "assistant messages"))
+        count = sum(message.role == "assistant" for message in messages)
+        messages = reader.labelled(messages, flags(row["label"], "label", count, "assistant messages"))
     unused = unread(row, (field, "label", "tools", *reader.row_fields))
-    return tuple(said), (*unused, *reader.unused)
+    return tuple(messages), (*unused, *reader.unused)
 
 
 def listed(value: Any, field: str) -> Any:
@@ -79,20 +79,20 @@ def preference(row: Any, compat: bool, field: str = "messages", reader: MessageR
     reader = reader or MessageReader(compat, preference=True)
     known = {"chosen", "rejected", "tools", *reader.row_fields, *(() if compat else ("score_delta",))}
     answers = {name: _answer(row[name], name, reader) for name in ("chosen", "rejected")}
-    if all(said[0].role != "assistant" for said in answers.values()):  # whole conversations
-        for name, said in answers.items():
-            check_order(said, [f"{name}[{i}]" for i in range(len(said))], name, reader.role_key)
+    if all(messages[0].role != "assistant" for messages in answers.values()):  # whole conversations
+        for name, messages in answers.items():
+            check_order(messages, [f"{name}[{i}]" for i in range(len(messages))], name, reader.role_key)
         prompt, chosen, rejected = common(*answers.values())
     else:
         asked = field if row.get(field) is not None else "prompt"
         require(row, asked)
         known.add(asked)
         given = listed(row[asked], asked)
-        prompt = reader.read_all(given if isinstance(given, list) else [user_says(given)], asked)
+        prompt = reader.read_all(given if isinstance(given, list) else [user_message(given)], asked)
         places = [f"{asked}[{i}]" for i in range(len(prompt))]
-        for name, said in answers.items():
-            order = places + [f"{name}[{i}]" for i in range(len(said))]
-            check_order([*prompt, *said], order, name, reader.role_key)
+        for name, messages in answers.items():
+            order = places + [f"{name}[{i}]" for i in range(len(messages))]
+            check_order([*prompt, *messages], order, name, reader.role_key)
         chosen, rejected = answers.values()
     prompt = reader.opening(prompt, row)
     return Preference(
@@ -105,7 +105,7 @@ def preference(row: Any, compat: bool, field: str = "messages", reader: MessageR
     )
 
 
-def user_says(content: Any) -> dict[str, Any]:
+def user_message(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
@@ -122,7 +122,7 @@ def _answer(value: Any, field: str, reader: MessageReader) -> list[ChatMessage]:
 def common(
     chosen: list[ChatMessage], rejected: list[ChatMessage]
 ) -> tuple[list[ChatMessage], list[ChatMessage], list[ChatMessage]]:
-    """Two whole conversations: what they begin with alike, through its last question, and how each goes on."""
+    """Two whole conversations: their common beginning, through its last question, and how each goes on."""
     end = 0
     while end < min(len(chosen), len(rejected)) - 1 and chosen[end] == rejected[end]:
         end += 1
@@ -147,7 +147,7 @@ def read_tools(row: Any) -> tuple[dict[str, Any], ...]:
 
 
 def check_order(
-    said: Sequence[ChatMessage], fields: Sequence[str], ends: str = "messages", role_key: str = "role"
+    messages: Sequence[ChatMessage], fields: Sequence[str], ends: str = "messages", role_key: str = "role"
 ) -> None:
     """system?, then user -> assistant turns; tool results only after an assistant; an answer last.
 
@@ -161,7 +161,7 @@ def check_order(
         "assistant": "user or tool",
         "tool": "assistant or tool",
     }
-    for i, message in enumerate(said):
+    for i, message in enumerate(messages):
         if message.role == "system" and i == 0:
             before = "system"
             continue

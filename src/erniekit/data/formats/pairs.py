@@ -1,4 +1,4 @@
-"""What every format of preference rows reads alike: an answer of one or several turns, and how much better it is.
+"""What every format of preference rows shares: an answer of one or several turns, and how much better it is.
 
 Called by the `preference` readers of this folder.
 """
@@ -17,27 +17,27 @@ def answer(value: Any, field: str) -> tuple[ChatMessage, ...]:
     """A text, or texts of assistant, user, assistant in turn."""
     if value is None:
         raise BadRow("missing_field", f"`{field}` is null; it must be the answer")
-    said = texts(value, field)
-    if len(said) % 2 == 0:
+    parts = texts(value, field)
+    if len(parts) % 2 == 0:
         raise BadRow(
             "length_mismatch",
-            f"`{field}` has {len(said)} texts; they are assistant, user, assistant in turn and end with the assistant",
+            f"`{field}` has {len(parts)} texts; they are assistant, user, assistant in turn and end with the assistant",
         )
-    return tuple(ChatMessage("user" if i % 2 else "assistant", words) for i, words in enumerate(said))
+    return tuple(ChatMessage("user" if i % 2 else "assistant", content) for i, content in enumerate(parts))
 
 
 def prompt(system: Any, questions: list[str], answers: list[str], compat: bool) -> tuple[ChatMessage, ...]:
     """Earlier turns and the last question. An empty system text is none (the old reader kept its newline)."""
-    said = []
+    parts = []
     if system is not None:
         system = text(system, "system", empty=True)
         if system or compat:
-            said.append(ChatMessage("system", system))
+            parts.append(ChatMessage("system", system))
     for i, question in enumerate(questions):
-        said.append(ChatMessage("user", question))
+        parts.append(ChatMessage("user", question))
         if i < len(answers):
-            said.append(ChatMessage("assistant", answers[i]))
-    return tuple(said)
+            parts.append(ChatMessage("assistant", answers[i]))
+    return tuple(parts)
 
 
 def number(value: Any, field: str) -> float:
@@ -47,7 +47,7 @@ def number(value: Any, field: str) -> float:
 
 
 def score_delta(row: Mapping[str, Any], compat: bool) -> float:
-    """How much better the chosen answer is, if the row says so; the old reader never looked."""
+    """How much better the chosen answer is, if the row has it; the old reader never looked."""
     if compat or row.get("score_delta") is None:
         return 1.0
     delta = number(row["score_delta"], "score_delta")

@@ -26,7 +26,7 @@ _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 _TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant): ?")
 
 
-def asked_and_answered(row: Mapping[str, Any]) -> tuple[str, str] | None:
+def prompt_and_completion(row: Mapping[str, Any]) -> tuple[str, str] | None:
     """The names of the two fields in this row."""
     found = [next((name for name in names if row.get(name) is not None), "") for names in (PROMPTS, ANSWERS)]
     return (found[0], found[1]) if all(found) else None
@@ -35,43 +35,43 @@ def asked_and_answered(row: Mapping[str, Any]) -> tuple[str, str] | None:
 def conversations(row: Any, compat: bool) -> list[Conversation]:
     if not isinstance(row, dict):
         raise BadRow("not_an_object", f"a row must be an object with `prompt` and `completion`, not {named(row)}")
-    names = asked_and_answered(row)
+    names = prompt_and_completion(row)
     if names is None:
         require(row, next((name for name in PROMPTS if name in row), "prompt"))
         require(row, next((name for name in ANSWERS if name in row), "completion"))
         raise AssertionError("one of them is missing")
-    asked, answered = (messages.listed(row[name], name) for name in names)
-    if isinstance(asked, list) or isinstance(answered, (list, dict)):
-        return _of_messages(row, names, asked, answered, compat)
+    prompt, completion = (messages.listed(row[name], name) for name in names)
+    if isinstance(prompt, list) or isinstance(completion, (list, dict)):
+        return _of_messages(row, names, prompt, completion, compat)
     return [_of_texts(row, *names)]
 
 
-def _of_texts(row: Mapping[str, Any], asked: str, answered: str) -> Conversation:
+def _of_texts(row: Mapping[str, Any], prompt: str, completion: str) -> Conversation:
     refuse_tools(row)
-    parts = [text(row[name], name, empty=True) for name in (asked, *_MORE) if row.get(name) is not None]
+    parts = [text(row[name], name, empty=True) for name in (prompt, *_MORE) if row.get(name) is not None]
     question = "\n".join(part for part in parts if part)
     if not question.strip():
-        raise BadRow("empty_text", f"`{asked}` is empty")
+        raise BadRow("empty_text", f"`{prompt}` is empty")
     reader = MessageReader(False)
     thoughts = {name: row[name] for name in FIELDS if row.get(name) is not None}
-    answer = reader.read({"role": "assistant", "content": text(row[answered], answered), **thoughts}, answered)
+    answer = reader.read({"role": "assistant", "content": text(row[completion], completion), **thoughts}, completion)
     trained = row.get("label") is None or flag(row["label"], "label")
-    said = reader.opening([ChatMessage("user", question), replace(answer, trained=trained)], row)
-    known = (asked, answered, *_MORE, *FIELDS, "system", "label", "tools")
-    return Conversation(tuple(said), unused=(*unread(row, known), *reader.unused))
+    opened = reader.opening([ChatMessage("user", question), replace(answer, trained=trained)], row)
+    known = (prompt, completion, *_MORE, *FIELDS, "system", "label", "tools")
+    return Conversation(tuple(opened), unused=(*unread(row, known), *reader.unused))
 
 
 def _of_messages(
-    row: Mapping[str, Any], names: Sequence[str], asked: Any, answered: Any, compat: bool
+    row: Mapping[str, Any], names: Sequence[str], given_prompt: Any, given_completion: Any, compat: bool
 ) -> list[Conversation]:
-    """What the prompt's assistant says is read, the completion's is learnt."""
+    """The prompt's assistant messages are read, the completion's are trained."""
     reader = MessageReader(compat)
-    given = asked if isinstance(asked, list) else [messages.user_says(asked)]
-    said = answered if isinstance(answered, list) else [answered]
-    if not isinstance(answered, (list, dict)):
-        said = [{"role": "assistant", "content": answered}]
+    given = given_prompt if isinstance(given_prompt, list) else [messages.user_message(given_prompt)]
+    answer = given_completion if isinstance(given_completion, list) else [given_completion]
+    if not isinstance(given_completion, (list, dict)):
+        answer = [{"role": "assistant", "content": given_completion}]
     prompt = [replace(message, trained=False) for message in reader.read_all(given, names[0])]
-    completion = reader.read_all(said, names[1])
+    completion = reader.read_all(answer, names[1])
     places = [f"{names[0]}[{i}]" for i in range(len(prompt))] + [f"{names[1]}[{i}]" for i in range(len(completion))]
     messages.check_order([*prompt, *completion], places, names[1])
     if row.get("label") is not None:
@@ -97,9 +97,9 @@ def preference(row: Any, compat: bool) -> Preference:
     refuse_tools(row)
     prompt, better, worse = divided_at_difference(text(chosen, "chosen"), text(rejected, "rejected"))
     known = ("chosen", "rejected", "score_delta", "system")
-    said = MessageReader(compat, preference=True).opening(prompt, row)
+    opened = MessageReader(compat, preference=True).opening(prompt, row)
     return Preference(
-        tuple(said), tuple(better), tuple(worse),
+        tuple(opened), tuple(better), tuple(worse),
         score_delta=pairs.score_delta(row, compat), unused=tuple(unread(row, known)),
     )  # fmt: skip
 
@@ -109,8 +109,8 @@ def divided_at_difference(chosen: str, rejected: str) -> tuple[list[ChatMessage]
     they first differ, as TRL divides them."""
     turns = [_transcript(value) for value in (chosen, rejected)]
     if all(turns):
-        for field, said in zip(("chosen", "rejected"), turns):
-            messages.check_order(said, [f"{field} turn {i + 1}" for i in range(len(said))], field)
+        for field, answer in zip(("chosen", "rejected"), turns):
+            messages.check_order(answer, [f"{field} turn {i + 1}" for i in range(len(answer))], field)
         return messages.common(*turns)
     same = next((i for i, (one, other) in enumerate(zip(chosen, rejected)) if one != other), None)
     if same is None:
@@ -128,4 +128,4 @@ def divided_at_difference(chosen: str, rejected: str) -> tuple[list[ChatMessage]
 def _transcript(value: str) -> list[ChatMessage]:
     """Turns of `Human: ... Assistant: ...`; none where the text is not such a transcript."""
     pieces = _TURN.split(value.lstrip("\n") if value.lstrip("\n").startswith("Human:") else "")
-    return [ChatMessage(_SPEAKERS[who], said.strip()) for who, said in zip(pieces[1::2], pieces[2::2])]
+    return [ChatMessage(_SPEAKERS[who], content.strip()) for who, content in zip(pieces[1::2], pieces[2::2])]

@@ -54,11 +54,11 @@ class ShareGptReader(MessageReader):
 
 
 def conversations(row: Any, compat: bool) -> list[Conversation]:
-    said, unused = messages.read_messages(row, compat, FIELD, ShareGptReader(compat))
+    read, unused = messages.read_messages(row, compat, FIELD, ShareGptReader(compat))
     tools = _tools(row)
-    if tools or any(message.role == "tool" or message.tool_calls for message in said):
-        return messages.one_per_answer(said, tools, unused)
-    return [Conversation(said, unused=unused)]
+    if tools or any(message.role == "tool" or message.tool_calls for message in read):
+        return messages.one_per_answer(read, tools, unused)
+    return [Conversation(read, unused=unused)]
 
 
 def preference(row: Any, compat: bool) -> Preference:

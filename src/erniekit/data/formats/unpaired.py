@@ -49,15 +49,15 @@ def _as_pair(row: dict[str, Any]) -> dict[str, Any]:
         return _answered(row, "completion", row["completion"])
     if row.get("src") is not None:
         require(row, "tgt")
-        said = [row["tgt"]] if isinstance(row["tgt"], str) else row["tgt"]
-        if not isinstance(said, list) or not said:
+        turns = [row["tgt"]] if isinstance(row["tgt"], str) else row["tgt"]
+        if not isinstance(turns, list) or not turns:
             raise BadRow("wrong_type", f"`tgt` must be text or a list of texts, not {named(row['tgt'])}")
-        return {**row, "tgt": said[:-1], "response": [said[-1], said[-1]], "sort": [1, 0]}
+        return {**row, "tgt": turns[:-1], "response": [turns[-1], turns[-1]], "sort": [1, 0]}
     if row.get("messages") is not None:
-        said = row["messages"]
-        if not isinstance(said, list) or len(said) < 2:
+        turns = row["messages"]
+        if not isinstance(turns, list) or len(turns) < 2:
             raise BadRow("wrong_type", "`messages` must be a list of a prompt's messages and the answer")
-        return {**row, "messages": said[:-1], "chosen": said[-1:], "rejected": said[-1:]}
+        return {**row, "messages": turns[:-1], "chosen": turns[-1:], "rejected": turns[-1:]}
     if row.get("instruction") is not None:
         require(row, "output")
         return _answered(row, "output", row["output"])

@@ -17,7 +17,7 @@ _READ = 1 << 20
 class StoredFile(ABC):
     """One file to read from. `str()` of it is how the user wrote it."""
 
-    name: str  # its last part: the suffix says what kind of file it is
+    name: str  # its last part: the suffix shows what kind of file it is
 
     @abstractmethod
     def open(self) -> io.BufferedReader:
@@ -43,5 +43,5 @@ class StoredFile(ABC):
 
     def quick_identity(self) -> str:
         """Of the version that the place names, without reading the file."""
-        told = json.dumps([str(self), self.stamp()])
-        return hashlib.blake2b(told.encode(), digest_size=20).hexdigest()
+        stamp = json.dumps([str(self), self.stamp()])
+        return hashlib.blake2b(stamp.encode(), digest_size=20).hexdigest()

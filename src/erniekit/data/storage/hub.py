@@ -1,6 +1,6 @@
 """A dataset of the Hugging Face Hub, or a folder that `datasets` loads, streamed row by row.
 
-Written hf:OWNER/NAME, with ?split=, config= and revision= behind it; or OWNER/NAME alone.
+Written hf:OWNER/NAME, with ?split=, config= and revision= behind it; or just OWNER/NAME.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(\?.*)?")
 _OPTIONS = ("split", "config", "revision")
 
 
-def is_hub_id(word: str) -> bool:
+def is_hub_id(text: str) -> bool:
     """OWNER/NAME, with nothing of that name here; files have a suffix."""
-    name = word.partition("?")[0]
-    return bool(_ID.fullmatch(word)) and not Path(name).suffix and not Path(name).expanduser().exists()
+    name = text.partition("?")[0]
+    return bool(_ID.fullmatch(text)) and not Path(name).suffix and not Path(name).expanduser().exists()
 
 
 class HubDataset:
     """`str()` of it is how the user wrote it."""
 
-    def __init__(self, word: str) -> None:
-        self.word = word
+    def __init__(self, given: str) -> None:
+        self.given = given
         for prefix in PREFIXES:
-            word = word.removeprefix(prefix)
-        self.id, _, query = word.partition("?")
+            given = given.removeprefix(prefix)
+        self.id, _, query = given.partition("?")
         self.options = dict(parse_qsl(query))
         if unknown := [name for name in self.options if name not in _OPTIONS]:
-            raise DataError(f"{unknown[0]!r} is not an option", where=self.word, fix=f"options: {', '.join(_OPTIONS)}")
+            raise DataError(f"{unknown[0]!r} is not an option", where=self.given, fix=f"options: {', '.join(_OPTIONS)}")
         self._builder: Any = None
 
     def __str__(self) -> str:
-        return self.word
+        return self.given
 
     @property
     def name(self) -> str:
@@ -53,15 +53,15 @@ class HubDataset:
         return "split" in self.options
 
     def rows(self) -> Iterator[tuple[int, dict[str, Any] | RowProblem]]:
-        """In the order of the dataset. What cannot be read further is said, as for a file."""
+        """In the order of the dataset. What cannot be read further is reported, as for a file."""
         number = 0
         split = self._split()
         try:
             for number, row in enumerate(self._opened().as_streaming_dataset(split=split), 1):
                 yield number, dict(row)
         except Exception as error:
-            told = f"the dataset cannot be read further: {type(error).__name__}: {error}"
-            yield number + 1, RowProblem(self.word, number + 1, UNREADABLE, told)
+            reason = f"the dataset cannot be read further: {type(error).__name__}: {error}"
+            yield number + 1, RowProblem(self.given, number + 1, UNREADABLE, reason)
 
     def identity(self) -> tuple[str, int]:
         """Of the revision on the hub, or of the files of a folder."""
@@ -69,8 +69,8 @@ class HubDataset:
         files = builder.config.data_files
         of_split = (files or {}).get(split)
         origin = getattr(of_split, "origin_metadata", None)
-        told = [self.id, split, builder.config.name, builder.hash, origin and [list(map(str, one)) for one in origin]]
-        return hashlib.blake2b(json.dumps(told).encode(), digest_size=20).hexdigest(), 0
+        reason = [self.id, split, builder.config.name, builder.hash, origin and [list(map(str, one)) for one in origin]]
+        return hashlib.blake2b(json.dumps(reason).encode(), digest_size=20).hexdigest(), 0
 
     def quick_identity(self) -> str:
         return self.identity()[0]
@@ -82,14 +82,14 @@ class HubDataset:
     def _split(self) -> str:
         builder = self._opened()
         names = list(builder.config.data_files or builder.info.splits or ())
-        asked = self.options.get("split") or ("train" if "train" in names else names[0] if len(names) == 1 else "")
-        if asked not in names:
+        requested = self.options.get("split") or ("train" if "train" in names else names[0] if len(names) == 1 else "")
+        if requested not in names:
             raise DataError(
-                f"no split {asked!r}" if asked else "which split is meant?",
-                where=self.word,
+                f"no split {requested!r}" if requested else "which split is meant?",
+                where=self.given,
                 fix=f"splits are {', '.join(map(str, names))}: {self.id}?split={names[0] if names else 'train'}",
             )
-        return asked
+        return requested
 
     def _opened(self) -> Any:
         if self._builder is None:
@@ -98,7 +98,7 @@ class HubDataset:
             except ImportError as error:
                 raise DataError(
                     f"{self.id} is not a file or folder here, and datasets of the hub need the package `datasets`",
-                    where=self.word,
+                    where=self.given,
                     fix=f"check the path, or {install_command('hub')}",
                 ) from error
             datasets.disable_progress_bars()
@@ -108,7 +108,7 @@ class HubDataset:
             except Exception as error:
                 raise DataError(
                     f"dataset {self.id} cannot be opened: {type(error).__name__}: {error}",
-                    where=self.word,
+                    where=self.given,
                     fix="a file or folder here must exist; a dataset of the hub is OWNER/NAME",
                 ) from error
         return self._builder

@@ -34,17 +34,17 @@ class WebFile(StoredFile):
         return public(self.url)
 
     def open(self) -> io.BufferedReader:
-        self._asked()
+        self._headers()
         return io.BufferedReader(_WebStream(self), _BUFFER)
 
     def size(self) -> int:
-        told = self._asked().get("Content-Length") or ""
-        return int(told) if _DIGITS.fullmatch(told) else 0  # 0: not known
+        text = self._headers().get("Content-Length") or ""
+        return int(text) if _DIGITS.fullmatch(text) else 0  # 0: not known
 
     def stamp(self) -> Any:
         """Version headers of the file, from a new request."""
         self._headers = None
-        headers = self._asked()
+        headers = self._headers()
         return headers.get("ETag"), headers.get("Last-Modified"), headers.get("Content-Length")
 
     def identity(self) -> tuple[str, int]:
@@ -52,21 +52,21 @@ class WebFile(StoredFile):
         tag, modified, size = self.stamp()
         if not tag and not modified:
             return super().identity()
-        told = f"{public(self.url)}\n{tag}\n{modified}\n{size}"
-        return hashlib.blake2b(told.encode(), digest_size=20).hexdigest(), 0
+        text = f"{public(self.url)}\n{tag}\n{modified}\n{size}"
+        return hashlib.blake2b(text.encode(), digest_size=20).hexdigest(), 0
 
     def version(self) -> str | None:
         """For If-Range: a file that was replaced is not continued in its middle."""
-        headers = self._asked()
+        headers = self._headers()
         tag = headers.get("ETag")
         return tag if tag and not tag.startswith("W/") else headers.get("Last-Modified")
 
-    def _asked(self) -> Any:
+    def _headers(self) -> Any:
         if self._headers is None:
             try:
                 self._headers = _headers_of(self.url)
             except (OSError, HTTPException, ValueError) as error:
-                raise DataError(f"dataset cannot be read: {_said(error)}", where=self.url, fix=_FIX) from error
+                raise DataError(f"dataset cannot be read: {_reason(error)}", where=self.url, fix=_FIX) from error
         return self._headers
 
 
@@ -89,7 +89,7 @@ class _WebAlone(HTTPRedirectHandler):
 _OPENER = build_opener(_WebAlone)
 
 
-def _ask(url: str, headers: Mapping[str, str] | None = None, method: str = "GET") -> Any:
+def _open(url: str, headers: Mapping[str, str] | None = None, method: str = "GET") -> Any:
     """user:password@ in front of the host goes into a header, as browsers do."""
     parts = urlsplit(url)
     user, at, host = parts.netloc.rpartition("@")
@@ -100,14 +100,14 @@ def _ask(url: str, headers: Mapping[str, str] | None = None, method: str = "GET"
 
 
 def _headers_of(url: str) -> Any:
-    """Those of HEAD; where that is refused, as for addresses signed for GET alone, of a GET of one byte."""
+    """Those of HEAD; where that is refused, as for addresses signed only for GET, of a GET of one byte."""
     try:
-        with _ask(url, method="HEAD") as answer:
+        with _open(url, method="HEAD") as answer:
             return answer.headers
     except HTTPError as error:
         if error.code not in (403, 405, 501):
             raise
-    with _ask(url, {"Range": "bytes=0-0"}) as answer:
+    with _open(url, {"Range": "bytes=0-0"}) as answer:
         headers = answer.headers
         if answer.status == 206:  # its length is that of the part
             whole = re.fullmatch(r"bytes 0-0/([0-9]{1,18})", headers.get("Content-Range") or "")
@@ -162,14 +162,14 @@ class _WebStream(io.RawIOBase):
                     return len(data)
                 reason = OSError(f"the connection ended after {self._at:,} of {self._size:,} bytes")
             self._hang_up()
-        raise OSError(_said(reason)) from reason
+        raise OSError(_reason(reason)) from reason
 
     def _opened(self) -> Any:
         if self._answer is None:
             headers = {"Range": f"bytes={self._at}-"} if self._at else {}
             if self._at and (version := self._file.version()):
                 headers["If-Range"] = version
-            answer = self._answer = _ask(self._file.url, headers)
+            answer = self._answer = _open(self._file.url, headers)
             if self._at and answer.status != 206:
                 self._hang_up()
                 raise OSError("the server sends no parts of files, or the file was replaced meanwhile")
@@ -189,5 +189,5 @@ class _WebStream(io.RawIOBase):
         super().close()
 
 
-def _said(error: Exception | None) -> str:
+def _reason(error: Exception | None) -> str:
     return str(getattr(error, "reason", None) or error)

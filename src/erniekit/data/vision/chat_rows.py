@@ -1,4 +1,4 @@
-"""`messages` rows with OpenAI's image and video parts, or with `<image>` and `<video>` in the text and lists beside it.
+"""`messages` rows with OpenAI's image and video parts, or with `<image>` and `<video>` in the text and lists of media.
 
 Called by the vision job, and by servers for the messages of a request. Everything but the media is read by the
 messages format, so roles, labels and thoughts follow one set of rules.
@@ -55,9 +55,9 @@ class ChatMedia:
         """given: a URL or path, or a part that holds one. Its mark."""
         inline, url = None, given
         if isinstance(given, dict):
-            word = "video" if video else "image"
-            inline = given.get("base64") or given.get(f"{word}_base64")
-            url = next((given[k] for k in (f"{word}_url", word, "url", "path") if given.get(k) is not None), None)
+            kind = "video" if video else "image"
+            inline = given.get("base64") or given.get(f"{kind}_base64")
+            url = next((given[k] for k in (f"{kind}_url", kind, "url", "path") if given.get(k) is not None), None)
             if isinstance(url, dict):
                 url = url.get("url")
         if isinstance(url, list) and video and url:
@@ -101,28 +101,28 @@ def read_chat_row(row: Any, folder: Path, compat: bool) -> VisionRow:
             for i, item in enumerate(row["messages"])
         ]
     replace_tags(row, media)
-    said, unused = read_messages(row, compat)
-    _refuse_media_elsewhere(said)
-    return VisionRow(said, tuple(media.found), unused)
+    read, unused = read_messages(row, compat)
+    _refuse_media_elsewhere(read)
+    return VisionRow(read, tuple(media.found), unused)
 
 
 def read_prompt(messages: Sequence[Any], folder: Path | None = None) -> VisionRow:
     """The messages of a request, up to the user's. folder: as ChatMedia's; a server gives none."""
     media, reader = ChatMedia(folder), MessageReader(False)
-    said = []
+    read = []
     for i, item in enumerate(messages):
         field = f"messages[{i}]"
         if isinstance(item, dict):
             item = {**item, "content": media.plain(item.get("content"), f"{field}.content")}
-        said.append(reader.read(item, field, i))
-    if not said or said[-1].role != "user":
+        read.append(reader.read(item, field, i))
+    if not read or read[-1].role != "user":
         raise BadRow("role_order", "the last message must be the user's")
-    _refuse_media_elsewhere(said)
-    return VisionRow(tuple(said), tuple(media.found), reader.unused)
+    _refuse_media_elsewhere(read)
+    return VisionRow(tuple(read), tuple(media.found), reader.unused)
 
 
-def _refuse_media_elsewhere(said: Sequence[ChatMessage]) -> None:
-    for i, message in enumerate(said):
+def _refuse_media_elsewhere(read: Sequence[ChatMessage]) -> None:
+    for i, message in enumerate(read):
         if message.role == "tool" or message.tool_calls:
             raise BadRow("tools", "tool calls beside pictures are not supported")
         if message.role != "user" and media_in(message):
@@ -135,18 +135,18 @@ def replace_tags(
     """`images` and `videos` of the row fill the tags in its texts, in order; a tag that stays would be learnt as text.
     fields: whose texts or messages may hold some. bare: whose may not."""
     lists: dict[str, list[tuple[Any, str]]] = {}
-    for word, names in _LISTS.items():
+    for kind, names in _LISTS.items():
         name = next((n for n in names if row.get(n)), None)
         value = row.pop(name) if name else []
-        lists[word] = [(item, f"{name}[{i}]") for i, item in enumerate(value if isinstance(value, list) else [value])]
+        lists[kind] = [(item, f"{name}[{i}]") for i, item in enumerate(value if isinstance(value, list) else [value])]
 
     def fill(found: re.Match[str]) -> str:
-        word = found[1]
-        if not lists[word]:
-            reason = f"there are more <{word}> in the text than {word}s in the row (`{word}s`)"
+        kind = found[1]
+        if not lists[kind]:
+            reason = f"there are more <{kind}> in the text than {kind}s in the row (`{kind}s`)"
             raise BadRow("length_mismatch", reason)
-        item, field = lists[word].pop(0)
-        return media.add(item, word == "video", field)
+        item, field = lists[kind].pop(0)
+        return media.add(item, kind == "video", field)
 
     for field in fields:
         row[field] = _each_text(row.get(field), lambda text: _TAGS.sub(fill, text))

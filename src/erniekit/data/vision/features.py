@@ -1,8 +1,8 @@
 """Features of pictures on disk, for towers that are not trained: one file a picture, written once, checked when read.
 
-recipes/vision_features.py says whose features they are and fills the store; VisionCollate reads it. A file appears
-whole (written beside, then renamed), so that ranks, runs and a kill leave nothing half; one that does not hold what it
-was written with is removed and counts as absent.
+recipes/vision_features.py defines whose features they are and fills the store; VisionCollate reads it. A file appears
+whole (written to a temporary name, then renamed), so that ranks, runs and a kill leave nothing half; one that does not
+hold what it was written with is removed and counts as absent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from erniekit.data.media.stamp import layout
 
 FOLDER = "features"  # in the data cache folder
 _END, _LEFT = ".safetensors", ".tmp-"
-_OVERHEAD = 1024  # bytes of a file beside its features, at most
+_OVERHEAD = 1024  # bytes of a file besides its features, at most
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ class FeatureShape:
 
 
 class FeatureStore:
-    def __init__(self, folder: Path, shape: FeatureShape, room: int) -> None:
-        """folder: named after all that the features of a picture follow from beside its pixels. room: bytes that this
+    def __init__(self, folder: Path, shape: FeatureShape, capacity: int) -> None:
+        """folder: named after all that a picture's features depend on besides its pixels. capacity: bytes that this
         process may add."""
-        self.folder, self.shape, self.room = folder, shape, room
+        self.folder, self.shape, self.capacity = folder, shape, capacity
         self.hits = self.made = 0  # pictures, since `counts`
         self.damaged = 0
         self._lock = threading.Lock()
@@ -97,29 +97,29 @@ class FeatureStore:
         return found
 
     def write(self, medium: Medium, features: torch.Tensor) -> bool:
-        """False where there is no room, of this store or of the disk: the picture is computed again next time."""
+        """False where there is no space, of this store or of the disk: the picture is computed again next time."""
         path, size = self.path(medium), self.shape.bytes(medium.grid)
         with self._lock:
             self.made += 1
-            if size > self.room:
+            if size > self.capacity:
                 return False
-            self.room -= size
+            self.capacity -= size
         content = save({"features": features.contiguous()}, metadata={"digest": _digest(features)})
-        beside = path.with_name(f"{path.name}{_LEFT}{os.getpid()}-{threading.get_ident()}")
+        temporary = path.with_name(f"{path.name}{_LEFT}{os.getpid()}-{threading.get_ident()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            beside.write_bytes(content)
-            os.replace(beside, path)
+            temporary.write_bytes(content)
+            os.replace(temporary, path)
             return True
         except OSError:  # a full disk costs speed, not the run
             with contextlib.suppress(OSError):
-                beside.unlink()
+                temporary.unlink()
             with self._lock:
-                self.room = 0
+                self.capacity = 0
             return False
 
     def counts(self) -> dict[str, float]:
-        """Since it was last asked: pictures whose features were read, and those that had to be computed."""
+        """Since the last call: pictures whose features were read, and those that had to be computed."""
         with self._lock:
             counts = {"feature_cache_hits": float(self.hits), "feature_cache_made": float(self.made)}
             self.hits = self.made = 0
@@ -140,7 +140,7 @@ def key_of(medium: Medium) -> str:
     return hashlib.blake2b(json.dumps(described, sort_keys=True).encode(), digest_size=20).hexdigest()
 
 
-def make_room(folder: Path, limit: int, needed: int, keep: str) -> int:
+def free_space(folder: Path, limit: int, needed: int, keep: str) -> int:
     """Bytes that may be added below `folder` without going past the limit. What was used longest ago, of other towers
     than `keep`, goes first, and what killed runs left behind."""
     files: list[tuple[float, int, Path]] = []

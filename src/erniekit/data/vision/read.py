@@ -28,8 +28,8 @@ def read_vision_row(row: Any, folder: Path, format: str, compat: bool) -> Vision
         format = "erniekit" if "src" in row else "alpaca" if "instruction" in row else format
         if not compat:
             _refuse_pictures(row)
-    said = FORMATS.get(format)(row, False)[0]
-    return VisionRow(said.messages, (), said.unused)
+    read = FORMATS.get(format)(row, False)[0]
+    return VisionRow(read.messages, (), read.unused)
 
 
 def _refuse_pictures(row: dict[str, Any]) -> None:

@@ -37,17 +37,17 @@ def read_info_row(row: dict[str, Any], folder: Path, compat: bool) -> VisionRow:
     lost = compat and bool(videos)  # ERNIEKit forgets `prefix` and `is_system` of a row with a video
     if not texts or texts[0].get("tag") != "mask":
         raise BadRow("role_order", "the first text must be tagged mask: a question comes before an answer")
-    said = _messages(items, system and not lost)
-    if said[-1].role != "assistant":
+    messages = _messages(items, system and not lost)
+    if messages[-1].role != "assistant":
         raise BadRow("no_answer", "the last text must be tagged no_mask: an answer comes last")
     prefix = refuse_marks(text(row.get("prefix") or "", "prefix", empty=True), "prefix")
-    if lost or (compat and not _thinks(texts)):  # ERNIEKit puts an empty thought there, or nothing
+    if lost or (compat and not _reasons(texts)):  # ERNIEKit puts an empty thought there, or nothing
         prefix = ""
     unused = tuple(unread(row, (*_KNOWN, "name")))
-    return VisionRow(tuple(said), tuple(media), unused, all_trained=lost, thinks=_thinks(texts), prefix=prefix)
+    return VisionRow(tuple(messages), tuple(media), unused, all_trained=lost, reasoning=_reasons(texts), prefix=prefix)
 
 
-def _thinks(texts: list[dict[str, Any]]) -> bool:
+def _reasons(texts: list[dict[str, Any]]) -> bool:
     answers = "".join(str(entry.get("text")) for entry in texts if entry.get("tag") == "no_mask")
     return THINK in answers and THOUGHT in answers
 
@@ -130,7 +130,7 @@ def _placed(texts: list[dict[str, Any]], matched: list[int], compat: bool, video
         if index >= len(texts):
             raise BadRow("length_mismatch", f"matched_text_index {index} of {len(texts)} texts")
         before.setdefault(index, []).append(number)
-    no_labels = compat and not _thinks(texts) and not videos  # there the last answer is trained, whatever they say
+    no_labels = compat and not _reasons(texts) and not videos  # there the last answer is trained, whatever the flags
     items: list[Item] = []
     for i, entry in enumerate(texts):
         role, content = _text(entry, f"text_info[{i}]", compat)
@@ -178,7 +178,7 @@ def _text(entry: dict[str, Any], field: str, compat: bool) -> tuple[str, str]:
 
 
 def _messages(items: list[Item], system: bool) -> list[ChatMessage]:
-    said: list[ChatMessage] = []
+    messages: list[ChatMessage] = []
     runs: list[tuple[str, list[Item]]] = []
     for item in items:
         if not runs or runs[-1][0] != item[0]:
@@ -191,12 +191,12 @@ def _messages(items: list[Item], system: bool) -> list[ChatMessage]:
         else:  # the last decides about the end of the answer
             contents = [content if trained else UNTRAINED + content for (_, content, _), trained in zip(run, labels)]
         trained = role == "user" or any(labels)
-        said.append(ChatMessage(role, BOUND.join(contents), trained))
+        messages.append(ChatMessage(role, BOUND.join(contents), trained))
     if system:
-        if len(said) < 4:
+        if len(messages) < 4:
             raise BadRow("no_answer", "`is_system` is 1 and no question follows the system text and its answer")
-        said[:2] = [ChatMessage("system", said[0].content)]
-    return said
+        messages[:2] = [ChatMessage("system", messages[0].content)]
+    return messages
 
 
 _RULE = re.compile(r"^(\s*\|?\s*:?-+:?\s*\|)+\s*$")
