@@ -28,9 +28,9 @@ COMMANDS: dict[str, Command] = {
     "demo": Command(
         "erniekit.recipes.demo:demo_command",
         "start",
-        "train, resume, merge, export and ask a tiny model; offline, one minute",
+        "train, resume, merge, export and query a tiny model; offline, one minute",
         (
-            "erniekit demo [--dir DIR] [--device WORD]",
+            "erniekit demo [--dir DIR] [--device NAME]",
             "erniekit demo vision [--dir DIR]   a tiny vision model learns shapes, colours and counts; two minutes",
         ),
         ("output_dir",),
@@ -111,7 +111,7 @@ COMMANDS: dict[str, Command] = {
         "train",
         "the shipped recipes: what each trains, on how many cards, and what has run",
         (
-            "erniekit recipes [WORD] [--json]   all of them, or those whose name has the word in it",
+            "erniekit recipes [WORD] [--json]   all of them, or those whose name contains the word",
             "erniekit recipes NAME              one of them: each value with the file and line it comes from",
             "erniekit recipes NAME --flat       one of them as a whole file, with what its bases give",
             "erniekit recipes --fits 8x80G      and the fewest such cards that each is planned to fit",
@@ -120,7 +120,7 @@ COMMANDS: dict[str, Command] = {
     "migrate": Command(
         "erniekit.cli.migrate_command:migrate_command",
         "train",
-        "a Paddle launch script or recipe as ours, with what changed, line by line",
+        "convert a Paddle launch script or recipe; reports every changed line",
         (
             "erniekit migrate FILE [--output NEW.yaml]   .sh, or .yaml and .json of ERNIEKit 1.x and PaddleFormers 1.2",
             "erniekit migrate FILE --print               the recipe on the screen; nothing is written",

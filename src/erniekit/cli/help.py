@@ -118,7 +118,7 @@ def _all_keys() -> list[str]:
     for section in SECTIONS:
         out += [*_of_section(section), ""]
     dead = textwrap.wrap(", ".join(sorted(IGNORED_KEYS)), WIDTH - 2, initial_indent="  ", subsequent_indent="  ")
-    return [*out, "accepted without effect; --help KEY says why", *dead]
+    return [*out, "accepted without effect; --help KEY gives the reason", *dead]
 
 
 def _of_section(section: str) -> list[str]:

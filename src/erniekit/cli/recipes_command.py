@@ -195,7 +195,7 @@ def _legend(rows: Sequence[RecipeRow], facts: dict[str, Any]) -> list[str]:
     legend = [f"{p['word']:<12} {p['what']}" for p in facts["proven"] if p["word"] in used]
     legend += [f"{READ:<12} read and resolved; never run"] if READ in used else []
     if missing := sum(bool(row.not_yet) for row in rows):
-        legend.append(f"{missing} of {len(rows)} are refused by name when run: erniekit recipes NAME says why")
+        legend.append(f"{missing} of {len(rows)} are refused by name when run: erniekit recipes NAME gives the reason")
     legend.append("cards        what ERNIEKit's own guides name; not measured here")
     if any(row.fits for row in rows):
         legend.append(

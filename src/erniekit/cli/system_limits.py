@@ -46,6 +46,6 @@ def explained(error: OSError) -> ErnieKitError | None:
         return ConfigError(
             f"{error.strerror or 'no space left'}",
             where=named or "the disk of the output or of ERNIEKIT_CACHE",
-            fix="make room, or choose a folder on another disk",
+            fix="free some space, or choose a folder on another disk",
         )
     return None

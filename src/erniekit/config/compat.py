@@ -41,7 +41,7 @@ class Compat:
     )
     positions_span_rows: bool = behaviour("Positions run through a row, over the documents in it.", "positions")
     no_document_masks: bool = behaviour(
-        "Documents of a pre-training row see each other, unless use_global_causal_attn says otherwise.",
+        "Documents of a pre-training row attend to each other, unless use_global_causal_attn is set otherwise.",
         "documents of a pre-training row",
     )
     # loss

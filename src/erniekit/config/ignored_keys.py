@@ -50,7 +50,7 @@ _REASONS = {
         pseudo_sampling_prob example_from_same_task_prob min_shot max_shot corpus_name prompt_dir
         sampling_wo_replacement_data_resuming use_train_part_sharding text_use_train_part_sharding
         load_args_from_api video_use_asr""",
-    "config.json says whether the model takes images": "multimodal",
+    "config.json defines whether the model takes images": "multimodal",
     "of ERNIEKit's text stream between pictures; rows are rendered as its text stage does": """
         add_sys_token drop_history_with_k trigger_data_prob""",
     "pictures are decoded where the tower is, by processes of their own": """

@@ -35,7 +35,7 @@ def clean_command(args: list[str]) -> int:
     given = clean_parser().parse_args(as_flags(args, ("columns",), "erniekit data clean"))
     if not (given.dedup or given.against or given.near_empty or given.drop_bad):
         raise ConfigError(
-            "nothing to clean was asked for",
+            "no cleaning step is chosen",
             where="erniekit data clean",
             fix="one or several of --dedup, --near-empty, --drop-bad, --against EVAL",
         )
@@ -154,7 +154,7 @@ class _Cleaning:
         if self.given.dedup:
             key = row_key(found)
             if key in self.seen:
-                return "duplicate", f"says the same as {self.seen[key]}"
+                return "duplicate", f"has the same content as {self.seen[key]}"
             self.seen[key] = where
         return "", ""
 

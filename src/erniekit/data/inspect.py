@@ -249,7 +249,7 @@ class _Pairs:
         if self.alike:
             out.append(f"{self.alike:,} pairs have two equal answers; training leaves them out")
         line, pair = self.first
-        out.append(f"row {line}; scored is what the assistant says in its last two lines:")
+        out.append(f"row {line}; the assistant's text of its last two lines is scored:")
         out += [f"  {message.role:9} {_shown(message)}" for message in pair.prompt]
         for name, answer in (("chosen", pair.chosen), ("rejected", pair.rejected)):
             texts = [paint(_shown(m), "bold") if m.role == "assistant" else f"({m.role}: {_shown(m)})" for m in answer]

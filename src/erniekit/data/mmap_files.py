@@ -287,7 +287,7 @@ def _check(files: TokenFiles) -> None:
         wrong = (sizes < 0) | (pointers != ends - sizes * np.int64(width))
         if wrong.any():
             number = int(np.flatnonzero(wrong)[0])
-            text = f"sequence {first + number:,} of {sizes[number]:,} tokens is said to begin at byte"
+            text = f"sequence {first + number:,} of {sizes[number]:,} tokens is declared to begin at byte"
             raise _broken(index, f"{text} {pointers[number]:,}, not where the one before it ends")
         at = int(ends[-1])
     size = files.path.stat().st_size - files.first_byte

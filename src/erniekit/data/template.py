@@ -73,7 +73,7 @@ def turns(conversation: Conversation, tokenizer: Tokenizer) -> list[Turn]:
     for (_, text), i in zip(parts, answers):
         if messages[i].trained and messages[i].thought.strip() not in text:
             raise ThoughtRefused(
-                "the chat template leaves out what the answer thinks; `train_thinking: drop` trains the answer alone"
+                "the chat template leaves out the answer's reasoning; `train_thinking: drop` trains only the answer"
             )
     ids = list(_encode([text for part in parts for text in part], tokenizer, ready.mark))
     out = []
@@ -211,7 +211,7 @@ def _cut_last(ready: _Rendering, messages: Sequence[ChatMessage]) -> tuple[str, 
     if not answer.startswith(query):
         raise TemplateRefused(
             "the chat template renders an answer differently from the prompt it generates from, "
-            "so what is trained would not be what a server asks for"
+            "so training would differ from what a server generates from"
         )
     return query, answer[len(query) : _end_of_answer(answer, len(answer), tuple(ready.tokenizer.special_ids))]
 

@@ -128,7 +128,7 @@ def _tell_rotation(folder: Path, scales: SavedScales) -> None:
         return
     if len(blocks) > 1:
         raise CheckpointError(
-            f"some linears were rotated in training and some not ({sorted(blocks)}): no file format says so",
+            f"some linears were rotated in training and some not ({sorted(blocks)}): no file format records it",
             where=str(folder),
             fix="train without apply_hadamard, or in a layout that cuts widths into multiples of hadamard_block_size",
         )

@@ -107,7 +107,7 @@ def page(facts: dict[str, Any]) -> str:
     if facts["starved"]:
         body += _section("Starved experts", table(facts["starved"]) + _few(facts, "Even topped up"))
     if facts["topped_up"]:
-        body += _section("Experts that were topped up", table(facts["topped_up"]) + _few(facts, "Routed alone"))
+        body += _section("Experts that were topped up", table(facts["topped_up"]) + _few(facts, "Routed only"))
     return document(f"quantised: {facts['quant']}", "\n".join(body))
 
 

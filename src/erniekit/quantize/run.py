@@ -205,7 +205,7 @@ class _Run:
             number, inside = layer_of(entry.ours)
             if entry.ours in changed and _digest(written.read(entry)) != layers[number]["digests"][inside]:
                 raise CheckpointError(
-                    f"{entry.ours} changed on its way to the new folder; nothing was published",
+                    f"{entry.ours} changed while it was copied to the new folder; nothing was published",
                     where=str(folder),
                     fix="check the disk and the memory of this machine, then quantise again",
                 )

@@ -33,7 +33,7 @@ def demo_command(args: list[str]) -> int:
         return vision_demo(folder_from(args[1:], "erniekit-demo-vision"))
     args, device = device_from(args)
     root = take_folder(folder_from(args))
-    say(f"{paint('erniekit demo', 'bold')}: a tiny ERNIE is trained, killed, resumed, adapted, merged and asked.")
+    say(f"{paint('erniekit demo', 'bold')}: a tiny ERNIE is trained, killed, resumed, adapted, merged and queried.")
     on = "the CPU" if device == "cpu" else pick(device).name  # which lists what that device lacks
     say(f"Offline, on {on}; files and logs go to {root}/. On the left, the time since the start.\n")
     began = time.perf_counter()
@@ -69,7 +69,7 @@ def folder_from(args: list[str], default: str = "erniekit-demo") -> Path:
         raise ConfigError(
             f"demo does not take {' '.join(args)!r}",
             where="command line",
-            fix="erniekit demo [vision] [--dir DIR] [--device WORD]",
+            fix="erniekit demo [vision] [--dir DIR] [--device NAME]",
         )
     return Path(arguments[1])
 

@@ -27,12 +27,12 @@ PICTURES, HELD_OUT, STEPS = 1024, 64, 250
 WANTED = 0.95  # of the held-out questions
 NEAR_CHANCE = 0.4  # of them without a picture
 RECIPE = "recipe.yaml"
-Says = Callable[[bytes, str], str]  # a picture and which question -> the answer
+AnswerFunction = Callable[[bytes, str], str]  # a picture and which question -> the answer
 
 
 def vision_demo(root: Path) -> int:
     root = take_folder(root)
-    say(f"{paint('erniekit demo vision', 'bold')}: a tiny ERNIE-4.5-VL learns to see, and is asked about new pictures.")
+    say(f"{paint('erniekit demo vision', 'bold')}: a tiny ERNIE-4.5-VL learns from pictures and answers questions.")
     say(f"Offline, on the CPU; files and logs go to {root}/. On the left, the time since the start.\n")
     began = time.perf_counter()
 
@@ -112,7 +112,7 @@ def progress(output: Path, steps: int) -> Iterator[None]:
 
 
 @contextmanager
-def asking(recipe: Path, model: Path) -> Iterator[Says]:
+def asking(recipe: Path, model: Path) -> Iterator[AnswerFunction]:
     """The trained model as a function of a picture and a question."""
     from erniekit.api_load import load as load_model
     from erniekit.data.media.worker import MediaPool
@@ -134,7 +134,7 @@ def asking(recipe: Path, model: Path) -> Iterator[Says]:
 # ---- what is proven: each gives the text of its line or raises
 
 
-def right(root: Path, answer: Says, scenes: Sequence[shapes.Scene], at_least: float) -> str:
+def right(root: Path, answer: AnswerFunction, scenes: Sequence[shapes.Scene], at_least: float) -> str:
     found = {topic: share(scenes, topic, [answer(s.png(), topic) for s in scenes]) for topic in shapes.QUESTIONS}
     mean = sum(found.values()) / len(found)
     by_question = ", ".join(f"{topic} {part:.0%}" for topic, part in found.items())
@@ -142,7 +142,7 @@ def right(root: Path, answer: Says, scenes: Sequence[shapes.Scene], at_least: fl
     return f"{mean:.0%} of {len(found) * len(scenes)} answers about new pictures are right: {by_question}"
 
 
-def blank(root: Path, answer: Says, scenes: Sequence[shapes.Scene]) -> str:
+def blank(root: Path, answer: AnswerFunction, scenes: Sequence[shapes.Scene]) -> str:
     """The picture must matter: the answer does not follow from the question."""
     png = shapes.blank_png()
     found = [share(scenes, topic, [answer(png, topic)] * len(scenes)) for topic in shapes.QUESTIONS]

@@ -28,7 +28,7 @@ def check(cfg: RunConfig, name: str, then: int, now: int, step: int) -> None:
         return
     changed = change(cfg, then, now, step)
     if cfg.checkpoint.extend_run:
-        say(f"extend   {then} -> {now} steps, as extend_run asks: {changed}")
+        say(f"extend   {then} -> {now} steps, as set by extend_run: {changed}")
         return
     raise ConfigError(
         f"{name} is of a run of {then} steps; with {now} its learning rate would have been another from the start",

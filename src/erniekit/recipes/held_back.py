@@ -29,7 +29,7 @@ def brakes(plan: RunPlan, data: TrainData, kernels: list[Choice]) -> Iterator[Br
     if cfg.train.deterministic:
         yield Brake("the same bits in every run: slower kernels in the backward pass", "deterministic: False")
     if cfg.model.compile is False and cfg.given("compile"):
-        yield Brake("layers are not compiled, as the recipe asks", "compile: True")
+        yield Brake("layers are not compiled, as set in the recipe", "compile: True")
     by = {choice.operation: choice for choice in kernels}
     if cfg.model.attention != "auto":
         yield Brake(f"attention: {cfg.model.attention} instead of the fastest kernel here", "attention: auto")

@@ -74,7 +74,7 @@ def preview_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--from", dest="start", type=int, default=0, metavar="N", help="rows to pass over first (0)")
+    parser.add_argument("--from", dest="start", type=int, default=0, metavar="N", help="rows to skip first (0)")
     parser.add_argument("--rows", dest="count", type=int, default=5, metavar="N", help="rows to show (5)")
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
     return parser

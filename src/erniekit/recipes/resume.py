@@ -137,7 +137,7 @@ def check_promises(cfg: RunConfig, point: Path | None, promise: dict[str, Any], 
             fix="put them back, raise max_steps to train on, or choose another output_dir",
         )
     if cfg.checkpoint.override_resume:
-        warn(f"resuming {point.name} with other settings, as override_resume asks: {'; '.join(changed)}")
+        warn(f"resuming {point.name} with other settings, as set by override_resume: {'; '.join(changed)}")
         return
     raise ConfigError(
         f"{point.name} was trained with other settings, so going on would not be the same run",

@@ -92,7 +92,7 @@ def why_rows_stay(cfg: RunConfig, layout: Layout, model: DecoderConfig) -> str |
     if model.vision is not None:
         return "rows of a vision-language model are not joined"
     if model.moe is not None and (model.moe.capacity is not None or model.moe.most is not None):
-        return "how many tokens an expert has room for depends on padding (moe_capacity)"
+        return "how many tokens an expert takes depends on padding (moe_capacity)"
     if layout.pp > 1 and cfg.parallel.pp_runner == "torch":
         return "pp_runner: torch takes one shape"
     return None
@@ -131,7 +131,7 @@ def _graph(cfg: RunConfig, device: Device, world: World, model: DecoderConfig, t
     elif cfg.optim.update_in_backward:
         why_not = "a graph's gradients are all complete at once, and update_in_backward lets each go"
     elif requested is None and model.mtp_layers:
-        why_not = "with layers that predict further tokens only where cuda_graph: True asks for it"
+        why_not = "with layers that predict further tokens only with cuda_graph: True"
     elif not cfg.model.compile:
         why_not = "layers are not compiled"
     elif cfg.memory.recompute or (model.moe is not None and cfg.moe.use_recompute_moe):

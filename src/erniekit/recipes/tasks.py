@@ -255,7 +255,7 @@ def generation(settings: dict[str, Any]) -> dict[str, Any]:
         del scored["num_beams"]
     if scored:
         raise ConfigError(
-            "a task asks for generation settings that are not known here: "
+            "a task uses unknown generation settings: "
             + ", ".join(f"{name}={value}" for name, value in scored.items()),
             where="eval_tasks",
             fix="erniekit export writes a folder that `lm_eval --model hf` reads; or leave this task out",

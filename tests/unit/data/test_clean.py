@@ -46,7 +46,7 @@ def test_each_kind_of_row_goes_when_asked_and_is_listed_with_its_line(files, cap
     assert clean_command([train, "--output", str(output), "--dedup", "--near-empty", "--against", evaluation]) == 0
     assert kept(output) == [1, 3]
     said = capsys.readouterr().out
-    assert f"{train}:2: duplicate: says the same as {train}:1" in said
+    assert f"{train}:2: duplicate: has the same content as {train}:1" in said
     assert f"{train}:4: near-empty" in said
     assert f"{train}:5: in the evaluation file: shares `the quick brown fox" in said
     assert f"{evaluation}:2" in said

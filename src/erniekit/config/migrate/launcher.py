@@ -31,7 +31,7 @@ OTHERS = {
     "hosts": "the machines find each other at master",
     "host": "the machines find each other at master",
     "job_id": "one launch at a time meets at master",
-    "run_mode": "ranks are all alike",
+    "run_mode": "all ranks are the same",
     "log_level": "ranks log into log_dir",
     "max_restart": "max_restarts sets how often a crashed run starts again (3)",
     "elastic_level": "max_restarts sets how often a crashed run starts again (3)",

@@ -141,7 +141,7 @@ def _of_script(text: str, name: str, secrets: Secrets) -> list[MigratedRun]:
             general += _left_out(statement, place, secrets)
     if not runs:
         raise ConfigError(
-            f"{name} starts no training that is known here",
+            f"{name} starts no known training program",
             where=name,
             fix="looked for: python -m paddle.distributed.launch SCRIPT.py, erniekit train, paddleformers-cli train",
         )

@@ -72,7 +72,7 @@ class MessageReader:
             return messages
         system = text(row["system"], "system", empty=True)
         if messages[0].role == "system" and messages[0].content != system:
-            raise BadRow("two_systems", "the row has `system` and a system message that says something else")
+            raise BadRow("two_systems", "the row has `system` and a system message with another text")
         return (
             messages
             if messages[0].role == "system" or not system.strip()
@@ -100,7 +100,7 @@ class MessageReader:
             if item.get(key) is not None:
                 flags[key] = flag(item[key], f"{field}.{key}")
         if len(set(flags.values())) > 1 and not self.compat:
-            raise BadRow("bad_label", f"`{field}` says both that it is trained and that it is not: {', '.join(flags)}")
+            raise BadRow("bad_label", f"`{field}` is marked both as trained and as not trained: {', '.join(flags)}")
         trained = list(flags.values())[-1] if flags else True
         if flags:
             self._flagged.add(place)
@@ -137,7 +137,7 @@ class MessageReader:
             return content, ""
         inside, answer = divided(content)
         if inside and inside != thought:
-            raise BadRow("two_thoughts", f"`{field}` thinks one thing in its content and another in a field of its own")
+            raise BadRow("two_thoughts", f"`{field}` has one thought in its content and another in a field of its own")
         return answer if inside else content, thought
 
     def _tool_calls(self, value: Any, field: str) -> tuple[dict[str, Any], ...]:

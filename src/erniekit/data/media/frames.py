@@ -44,7 +44,7 @@ def frame_indices(frames: int, rate: float, rules: FrameRules, seed: int = 0) ->
             return [draw.randint(first, last) for first, last in parts]
         return [first if rules.sample == "leading" else (first + last) // 2 for first, last in parts]
     if rules.fps <= 0 or rate <= 0:
-        raise MediaError("frames", "neither video_fps nor video_target_frames says how many frames to take")
+        raise MediaError("frames", "neither video_fps nor video_target_frames sets how many frames to take")
     step, duration = 1 / rules.fps, frames / rate
     if rules.sample == "leading":
         seconds = np.arange(0, duration, step)

@@ -85,7 +85,7 @@ class HubDataset:
         requested = self.options.get("split") or ("train" if "train" in names else names[0] if len(names) == 1 else "")
         if requested not in names:
             raise DataError(
-                f"no split {requested!r}" if requested else "which split is meant?",
+                f"no split {requested!r}" if requested else "no split is given",
                 where=self.given,
                 fix=f"splits are {', '.join(map(str, names))}: {self.id}?split={names[0] if names else 'train'}",
             )

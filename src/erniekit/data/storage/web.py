@@ -176,7 +176,7 @@ class _WebStream(io.RawIOBase):
             part = answer.headers.get("Content-Range")
             if self._at and part and not part.startswith(f"bytes {self._at}-"):
                 self._hang_up()
-                raise OSError("the server sends another part of the file than was asked for")
+                raise OSError("the server sends another part of the file than requested")
         return self._answer
 
     def _hang_up(self) -> None:

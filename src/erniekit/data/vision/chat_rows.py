@@ -124,7 +124,7 @@ def read_prompt(messages: Sequence[Any], folder: Path | None = None) -> VisionRo
 def _refuse_media_elsewhere(read: Sequence[ChatMessage]) -> None:
     for i, message in enumerate(read):
         if message.role == "tool" or message.tool_calls:
-            raise BadRow("tools", "tool calls beside pictures are not supported")
+            raise BadRow("tools", "tool calls together with pictures are not supported")
         if message.role != "user" and media_in(message):
             raise BadRow("media_in_answer", f"`messages[{i}]` is from {message.role} and holds a picture")
 

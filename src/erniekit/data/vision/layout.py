@@ -99,7 +99,7 @@ def _video(
     if given.frames:
         indices = list(given.frames)
         if indices[-1] >= header.frames:
-            raise MediaError("frames", f"{name}: the row asks for frame {indices[-1]} of {header.frames}")
+            raise MediaError("frames", f"{name}: the row requests frame {indices[-1]} of {header.frames}")
     else:
         seed = rules.seed ^ int(header.digest[:8], 16)  # of `rand`: the same for a video wherever it is met
         indices = frame_indices(header.frames, header.rate, chosen, seed)

@@ -84,7 +84,7 @@ def read_vision_pair(row: Any, folder: Path, format: str) -> VisionPair:
     read: Preference = PREFERENCE_FORMATS.get(format)(row, False)
     for message in (*read.prompt, *read.chosen, *read.rejected):
         if message.role == "tool" or message.tool_calls or read.tools:
-            raise BadRow("tools", "tool calls are not read where a model that sees compares answers")
+            raise BadRow("tools", "tool calls are not supported in preference rows with pictures")
     for message in (*read.chosen, *read.rejected):
         if media_in(message):
             raise BadRow("media_in_answer", "pictures belong in the prompt, not behind an answer")

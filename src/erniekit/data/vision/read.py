@@ -35,5 +35,5 @@ def read_vision_row(row: Any, folder: Path, format: str, compat: bool) -> Vision
 def _refuse_pictures(row: dict[str, Any]) -> None:
     for field in _MEDIA:
         if holds(row.get(field)):
-            raise BadRow("no_place", f"`{field}` is read in rows with `messages`, where <image> says its place")
+            raise BadRow("no_place", f"`{field}` is read in rows with `messages`, where <image> marks its place")
     replace_tags(row, ChatMedia(None), _TEXTS)
