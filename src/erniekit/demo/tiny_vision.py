@@ -16,7 +16,7 @@ from erniekit.checkpoint.model_writer import write_model
 from erniekit.checkpoint.shards import write_json
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import TEXT, More, Vision
-from erniekit.data.vision.asked import PromptReader
+from erniekit.data.vision.prompt_reader import PromptReader
 from erniekit.data.vision.rules import VisionTokens
 from erniekit.demo import shapes
 from erniekit.demo.tiny import demo_text, make_tokenizer

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 from erniekit.demo.folder import seal, take_folder
+from erniekit.demo.killed_run import KilledRun
 from erniekit.demo.other_stack import OtherStack
-from erniekit.demo.victim import Victim
 from erniekit.devices import DEVICES, INSTALLED, pick
 from erniekit.errors import ConfigError
 from erniekit.files import own
@@ -84,7 +84,7 @@ def run_stages(root: Path, other: OtherStack, began: float, device: str = "cpu")
 
     # The same run twice: here, and at the same time in a process that will be killed.
     arguments = sft_arguments(root, root / "killed", device)
-    victim = Victim(["train", *arguments], root / "killed", own(root / "logs" / "killed.log"))
+    killed = KilledRun(["train", *arguments], root / "killed", own(root / "logs" / "killed.log"))
     threads = torch.get_num_threads()
     # Runs are bit-identical only with equal numbers of threads; for so small a model one is fastest, too.
     torch.set_num_threads(1)
@@ -93,16 +93,16 @@ def run_stages(root: Path, other: OtherStack, began: float, device: str = "cpu")
         make_tiny_model(root / "model")
         show("model", describe(root / "model"))
 
-        killing = victim.start_and_kill(KILL_AFTER)
+        killing = killed.start_and_kill(KILL_AFTER)
         logged_train(sft_arguments(root, root / "sft", device), root / "logs" / "sft.log")
         show("SFT", loss_fell(root / "sft", STEPS, root / "data" / "sft.jsonl"))
         killing.join()
-        show("kill -9", was_killed(victim))
+        show("kill -9", was_killed(killed))
 
-        again = victim.start()
+        again = killed.start()
         logged_train(lora_arguments(root, device), root / "logs" / "lora.log")
         again.wait()
-        show("resume", same_bits(victim, root / "sft"))
+        show("resume", same_bits(killed, root / "sft"))
         learnt = loss_fell(root / "lora", LORA_STEPS, root / "data" / "persona.jsonl")
         show("LoRA", f"{learnt}; {share_trained(root / 'lora')}")
 
@@ -113,7 +113,7 @@ def run_stages(root: Path, other: OtherStack, began: float, device: str = "cpu")
         show("ask", f'"{QUESTION}" before LoRA: "{before}"')
         show("answer", f'"{QUESTION}" merged:      "{after}"')
     finally:
-        victim.close()
+        killed.close()
         torch.set_num_threads(threads)
 
 
@@ -181,22 +181,22 @@ def write_data(root: Path) -> None:
 # ---- what is proven: each gives the text of its line or raises
 
 
-def was_killed(victim: Victim) -> str:
-    newest = victim.checkpoint()
-    require(victim.killed_at > 0, "the second process was over before it could be killed", victim.log)
-    between = 0 < newest <= victim.killed_at < STEPS
-    require(between, f"killed at step {victim.killed_at} with a checkpoint of step {newest}", victim.log)
+def was_killed(killed: KilledRun) -> str:
+    newest = killed.checkpoint()
+    require(killed.killed_at > 0, "the second process was over before it could be killed", killed.log)
+    between = 0 < newest <= killed.killed_at < STEPS
+    require(between, f"killed at step {killed.killed_at} with a checkpoint of step {newest}", killed.log)
     return (
-        f"a second process on the same run died at step {victim.killed_at}; its newest checkpoint is of step {newest}"
+        f"a second process on the same run died at step {killed.killed_at}; its newest checkpoint is of step {newest}"
     )
 
 
-def same_bits(victim: Victim, undisturbed: Path) -> str:
+def same_bits(killed: KilledRun, undisturbed: Path) -> str:
     """The files of the last checkpoints, byte for byte: weights and optimiser states."""
     from safetensors import safe_open
 
-    one, other = (folder / f"checkpoint-{STEPS}" for folder in (undisturbed, victim.output))
-    require(other.is_dir(), f"the second run of the same command did not reach step {STEPS}", victim.log)
+    one, other = (folder / f"checkpoint-{STEPS}" for folder in (undisturbed, killed.output))
+    require(other.is_dir(), f"the second run of the same command did not reach step {STEPS}", killed.log)
     files = sorted(path.name for path in one.glob("*.safetensors") if path.name != "probe.safetensors")
     tensors = 0
     for name in files:

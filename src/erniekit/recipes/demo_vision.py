@@ -116,7 +116,7 @@ def asking(recipe: Path, model: Path) -> Iterator[AnswerFunction]:
     """The trained model as a function of a picture and a question."""
     from erniekit.api_load import load as load_model
     from erniekit.data.media.worker import MediaPool
-    from erniekit.data.vision.asked import PromptReader
+    from erniekit.data.vision.prompt_reader import PromptReader
     from erniekit.demo.tiny_vision import answer
     from erniekit.recipes.vision_data import vision_rules
 

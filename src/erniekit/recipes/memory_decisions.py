@@ -35,7 +35,7 @@ from erniekit.parallel.mesh import World
 from erniekit.planner.activations import Kernels
 from erniekit.planner.memory import USABLE, Held, Work, fewest_recomputed, layers_of, recomputing, step_bytes
 from erniekit.recipes import trained_weights
-from erniekit.recipes.models_beside import other_model_bytes
+from erniekit.recipes.other_models import other_model_bytes
 from erniekit.weight_kinds import BF16
 
 FULL = 0.95  # of it that a run with nothing but whole-layer recompute may fill

@@ -159,10 +159,10 @@ def _show_job(cfg: RunConfig, job: Job, source: str, place: Site) -> None:
 
 def _not_counted(cfg: RunConfig) -> Iterator[str]:
     """What a run of this recipe does beyond the job that is planned."""
-    from erniekit.recipes import models_beside
+    from erniekit.recipes import other_models
 
     teacher = cfg.distill.teacher_model_name_or_path
-    if teacher and models_beside.teacher_of(cfg) is None:
+    if teacher and other_models.teacher_of(cfg) is None:
         yield f"not counted: the teacher's weights and forward pass on every rank; {teacher} has no config.json here"
     if cfg.train.stage in ("DPO", "KTO") and cfg.dpo.reference_logps == "cached":
         yield "not counted: the pass over all rows before the first step (reference_logps: cached)"
@@ -170,7 +170,7 @@ def _not_counted(cfg: RunConfig) -> Iterator[str]:
         yield "not counted: a score head of more than 2 classes, unless the model has one (class_labels names them)"
     if cfg.train.eval_generate:
         yield "not counted: answers that evaluations generate (eval_generate)"
-    if models_beside.spread_over_data_only(cfg):
+    if other_models.spread_over_data_only(cfg):
         yield "only layouts of data parallelism and sharding are planned: this run accepts no others"
 
 

@@ -25,10 +25,10 @@ from erniekit.parallel.mesh import Layout, fit
 from erniekit.parallel.world import layout_of
 from erniekit.planner.job import Job
 from erniekit.planner.static_bytes import Blocks, Storing
-from erniekit.recipes import models_beside, trained_weights
+from erniekit.recipes import other_models, trained_weights
 from erniekit.recipes.adapters import settings_of
 from erniekit.recipes.memory_decisions import vision_bytes
-from erniekit.recipes.models_beside import known_config
+from erniekit.recipes.other_models import known_config
 from erniekit.recipes.score_heads import expected_labels
 from erniekit.weight_kinds import BITS, PLAIN, kinds_of
 
@@ -96,7 +96,7 @@ def storing_of(cfg: RunConfig, model: Any) -> Storing:
         optimiser_away=cfg.memory.offload_optim or cfg.memory.tensorwise_offload_optimizer,
         shards_away="offload" in cfg.parallel.sharding,
         in_backward=cfg.optim.update_in_backward,
-        reference=models_beside.live_copy(cfg),
+        reference=other_models.live_copy(cfg),
         one_moment=frozenset(n for n, p in named if by_muon(n, p.shape)) if muon else frozenset(),
     )
 
@@ -152,9 +152,9 @@ def job_of(cfg: RunConfig, shape: ModelShape, packs: int, storing: Storing | Non
         adapters_met=adapters_met_of(c, ((n, p.numel()) for n, p in shape.model.named_parameters())),
         head_rows=m.loss_subbatch_seqlen,
         recompute=m.recompute_granularity if m.recompute else "",
-        forwards=models_beside.forwards(cfg),
-        teacher=models_beside.teacher_of(cfg),
-        data_only=models_beside.spread_over_data_only(cfg),
+        forwards=other_models.forwards(cfg),
+        teacher=other_models.teacher_of(cfg),
+        data_only=other_models.spread_over_data_only(cfg),
         compute=storing.compute,
         offload_optimiser=storing.optimiser_away,
         seeing=vision_bytes(cfg, c, again=m.recompute and m.recompute_granularity in ("full", "auto")),

@@ -27,7 +27,7 @@ from erniekit.parallel.apply import sharding_of
 from erniekit.parallel.memory import give_memory
 from erniekit.parallel.mesh import Layout, World
 from erniekit.parallel.world import check_named_islands
-from erniekit.recipes import distillation, expert_layers, models_beside, planning, stage_of
+from erniekit.recipes import distillation, expert_layers, other_models, planning, stage_of
 from erniekit.recipes.build import build
 from erniekit.recipes.built import Built
 from erniekit.recipes.dpo import sum_over_cp
@@ -158,15 +158,15 @@ def built_for(rehearsal: Rehearsal, rank: int, device: Device) -> tuple[Built, T
     cfg = plan.config
     built = build(plan, stage_of(cfg), fill=without_values)
     optimizer = make_optimizer(cfg, built)
-    means, prepare = cfg.compat.mean_of_micro_batch_means, other_models(built, stage_of(cfg))
+    means, prepare = cfg.compat.mean_of_micro_batch_means, prepare_other_models(built, stage_of(cfg))
     schedule = make_schedule(cfg, 10)
     return built, TrainStep(built.engine, optimizer, schedule, cfg.optim.max_grad_norm, means, prepare=prepare)
 
 
-def other_models(built: Built, stage: TrainingStage) -> Prepare | None:
+def prepare_other_models(built: Built, stage: TrainingStage) -> Prepare | None:
     """The other models of a run, and what they compute before a step: a live reference, KTO's baseline, a teacher."""
     cfg = built.plan.config
-    if (config := models_beside.teacher_of(cfg)) is not None:
+    if (config := other_models.teacher_of(cfg)) is not None:
         spec = MODELS.get(config.family)
         with torch.device("meta"):
             teacher = spec.cast(spec.build(config), built.dtype)
@@ -179,7 +179,7 @@ def other_models(built: Built, stage: TrainingStage) -> Prepare | None:
         return None
     summed, chunk = sum_over_cp(built.world), cfg.memory.loss_subbatch_seqlen
     reference = Reference(built.engine, summed, chunk, partial(adapters_off, built.engine.parts))
-    if models_beside.live_copy(cfg):
+    if other_models.live_copy(cfg):
         other = frozen_copy(built, stage, without_values)
         reference = Reference(other.engine, summed, chunk, own=other)
     reference.kept = cfg.dpo.reference_logps == "cached"

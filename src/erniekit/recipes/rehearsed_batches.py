@@ -20,7 +20,7 @@ from erniekit.data.unpaired import UnpairedSample
 from erniekit.data.unpaired_collate import collate_unpaired
 from erniekit.models.config import VisionShape
 from erniekit.parallel.mesh import Layout
-from erniekit.recipes.models_beside import live_reference
+from erniekit.recipes.other_models import live_reference
 from erniekit.recipes.run_plan import RunPlan
 
 MOST_TOKENS = 1024  # of a picture: 896 x 896 pixels where 28 x 28 are a token

@@ -22,7 +22,7 @@ from erniekit.errors import CheckpointError, ConfigError
 from erniekit.log import say, warn
 from erniekit.parallel.mesh import World
 from erniekit.recipes import extend
-from erniekit.recipes.changed_words import BASE, MODEL_CONFIG, TRAIN_DATA, describe_changes
+from erniekit.recipes.changes import BASE, MODEL_CONFIG, TRAIN_DATA, describe_changes
 from erniekit.recipes.datasets import TrainData
 from erniekit.train.save import Saver
 

@@ -23,7 +23,7 @@ from erniekit.data import sealed
 from erniekit.errors import ConfigError
 from erniekit.log import warn
 from erniekit.parallel.mesh import World
-from erniekit.recipes.changed_words import ADAPTER, BASE, CONTENTS, content_letters
+from erniekit.recipes.changes import ADAPTER, BASE, CONTENTS, content_letters
 from erniekit.version import __version__
 
 # A node's own: where it keeps its files (their contents are compared later), what it logs, how long it waits.

@@ -30,7 +30,7 @@ from erniekit.recipes.memory_decisions import (
     trained_share,
     vision_bytes,
 )
-from erniekit.recipes.models_beside import other_model_bytes
+from erniekit.recipes.other_models import other_model_bytes
 
 USUAL_MFU = 0.4
 LAUNCHES = 2.3e-3  # seconds that the host needs for a compiled dense layer of a step, forward and backward

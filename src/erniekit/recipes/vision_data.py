@@ -32,8 +32,8 @@ from erniekit.data.vision.mix import CompatVisionOrder, ModalStream
 from erniekit.data.vision.proof_file import proof_file
 from erniekit.data.vision.read import read_vision_row
 from erniekit.data.vision.rules import VisionRules, VisionTokens
-from erniekit.data.vision.said import VisionRow
 from erniekit.data.vision.tokens import VisionAssembler
+from erniekit.data.vision.vision_row import VisionRow
 from erniekit.errors import ConfigError
 from erniekit.export.vision_rules import vision_rules
 from erniekit.recipes.dataset_files import dataset_files, file_shares

@@ -20,8 +20,8 @@ from erniekit.data.media.limits import MediaError, MediaLimits
 from erniekit.data.media.place import MediaPlace
 from erniekit.data.media.worker import MediaWorker
 from erniekit.data.vision.chat_rows import read_prompt
-from erniekit.data.vision.said import VisionRow
 from erniekit.data.vision.tokens import VisionPrompt
+from erniekit.data.vision.vision_row import VisionRow
 from erniekit.errors import ErnieKitError
 from erniekit.serve.engines.base import CLIENT
 from erniekit.serve.engines.vision_input import PAIR, FeatureCache, PromptVision

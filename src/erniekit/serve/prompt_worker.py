@@ -27,8 +27,8 @@ from erniekit.data.template_limit import deadline
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.data.vision.layout import seen, tokens_of
 from erniekit.data.vision.rules import VisionRules
-from erniekit.data.vision.said import GivenMedium, VisionRow
 from erniekit.data.vision.tokens import VisionAssembler, VisionPrompt
+from erniekit.data.vision.vision_row import GivenMedium, VisionRow
 from erniekit.errors import CheckpointError
 
 HEADER = struct.Struct("<Q")

@@ -30,8 +30,8 @@ from erniekit.data.vision.layout import HeaderOf, headers_from, seen, tokens_of
 from erniekit.data.vision.pairs import VisionPair, VisionPairAssembler, read_vision_pair
 from erniekit.data.vision.read import read_vision_row
 from erniekit.data.vision.rules import VisionRules
-from erniekit.data.vision.said import GivenMedium, VisionRow
 from erniekit.data.vision.tokens import VisionAssembler
+from erniekit.data.vision.vision_row import GivenMedium, VisionRow
 from erniekit.errors import ConfigError
 from erniekit.progress import WorkProgress
 

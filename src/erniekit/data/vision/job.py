@@ -37,8 +37,8 @@ from erniekit.data.types import TEXT, RowProblem, Sample, SampleMedia
 from erniekit.data.vision.layout import HeaderOf, headers_from
 from erniekit.data.vision.read import read_vision_row
 from erniekit.data.vision.rules import VisionRules
-from erniekit.data.vision.said import VisionRow
 from erniekit.data.vision.tokens import VisionAssembler
+from erniekit.data.vision.vision_row import VisionRow
 from erniekit.errors import ErnieKitError
 from erniekit.printable import fault_of
 

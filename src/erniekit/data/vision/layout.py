@@ -12,7 +12,7 @@ from erniekit.data.media.sizes import fitted
 from erniekit.data.media.worker import MediaPool
 from erniekit.data.vision.positions import merged
 from erniekit.data.vision.rules import VisionRules
-from erniekit.data.vision.said import GivenMedium
+from erniekit.data.vision.vision_row import GivenMedium
 
 HeaderOf = Callable[[GivenMedium, int], MediaHeader]  # the header of one of a medium's sources
 

@@ -26,8 +26,8 @@ from erniekit.data.vision.chat_rows import ChatMedia, replace_tags
 from erniekit.data.vision.job import VisionJob, VisionSource
 from erniekit.data.vision.layout import HeaderOf, SeenMedium, seen
 from erniekit.data.vision.rules import VisionRules
-from erniekit.data.vision.said import GivenMedium, VisionRow, mark, media_in
 from erniekit.data.vision.tokens import Encoded, VisionAssembler
+from erniekit.data.vision.vision_row import GivenMedium, VisionRow, mark, media_in
 from erniekit.errors import DataError
 
 _MESSAGE_FIELDS = ("messages", "prompt", "chosen", "rejected")

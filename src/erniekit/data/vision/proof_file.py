@@ -26,8 +26,8 @@ from erniekit.data.types import ChatMessage
 from erniekit.data.vision.layout import headers_from
 from erniekit.data.vision.proof import first_difference, proof_of
 from erniekit.data.vision.rules import VisionRules, VisionTemplate
-from erniekit.data.vision.said import GivenMedium, VisionRow
 from erniekit.data.vision.tokens import VisionAssembler
+from erniekit.data.vision.vision_row import GivenMedium, VisionRow
 from erniekit.errors import CheckpointError, DataError
 from erniekit.files.json_file import read_object
 from erniekit.files.listed import has_file

@@ -12,7 +12,7 @@ from erniekit.data.media.limits import MediaError
 from erniekit.data.media.place import MediaPlace, from_base64, located
 from erniekit.data.thinking import THINK, THOUGHT
 from erniekit.data.types import ChatMessage
-from erniekit.data.vision.said import BOUND, UNTRAINED, GivenMedium, VisionRow, mark, refuse_marks
+from erniekit.data.vision.vision_row import BOUND, UNTRAINED, GivenMedium, VisionRow, mark, refuse_marks
 
 _KNOWN = ("text_info", "text_list", "image_info", "video_info", "order", "is_system", "is_video", "prefix")
 _ROLES = {"mask": "user", "no_mask": "assistant"}

@@ -10,7 +10,7 @@ from erniekit.data.thinking import THINK, THOUGHT, divided, write_out
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import ChatMessage
 from erniekit.data.vision.rules import VisionTemplate
-from erniekit.data.vision.said import BOUND, UNTRAINED, parts
+from erniekit.data.vision.vision_row import BOUND, UNTRAINED, parts
 
 EMPTY = f"{THINK}\n\n{THOUGHT}\n\n"
 

@@ -17,9 +17,9 @@ from erniekit.data.types import IGNORE, ChatMessage, Sample, SampleMedia
 from erniekit.data.vision.layout import HeaderOf, SeenMedium, seen, tokens_of
 from erniekit.data.vision.positions import modality_of, positions_of
 from erniekit.data.vision.rules import VisionRules, VisionTokens
-from erniekit.data.vision.said import VisionRow
 from erniekit.data.vision.squeeze import squeezed
 from erniekit.data.vision.template import Piece, VisionRenderer
+from erniekit.data.vision.vision_row import VisionRow
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from erniekit.data.media.place import MediaPlace
 from erniekit.data.media.worker import MediaPool, MediaWorker
 from erniekit.data.vision.layout import seen
 from erniekit.data.vision.rules import VisionRules
-from erniekit.data.vision.said import GivenMedium
+from erniekit.data.vision.vision_row import GivenMedium
 from support.media_work import Compute
 from support.seen import LIMITS, MEDIA
 

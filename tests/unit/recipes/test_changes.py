@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from erniekit.recipes.changed_words import BASE, MODEL_CONFIG, TRAIN_DATA, content_letters, describe_changes
+from erniekit.recipes.changes import BASE, MODEL_CONFIG, TRAIN_DATA, content_letters, describe_changes
 
 OLD = {"seed": 1, TRAIN_DATA: ["9f31aa", "07bc11"], BASE: "5d41402a", MODEL_CONFIG: "7d793037"}
 OTHER = "has other content, or its share or the tokenizer changed"

@@ -19,7 +19,7 @@ from erniekit.track import jsonl
 POLL_S = 0.01  # a step of the tiny model takes several of these
 
 
-class Victim:
+class KilledRun:
     def __init__(self, arguments: list[str], output: Path, log: Path) -> None:
         self.arguments, self.output, self.log = arguments, output, log
         self.killed_at = 0  # the last step it had logged
