@@ -24,7 +24,7 @@ from erniekit.data.storage import listed_files
 from erniekit.data.tokenise import whole_rows
 from erniekit.data.types import RowProblem
 from erniekit.errors import ConfigError, DataError
-from erniekit.log import paint, say, warn
+from erniekit.log import emit, paint, warn
 from erniekit.printable import counted, public
 from erniekit.progress import WorkProgress
 
@@ -115,7 +115,7 @@ class _Cleaning:
                 self.reasons[kind] += 1
                 listed.write(json.dumps({"where": where, "kind": kind, "reason": reason}, ensure_ascii=False) + "\n")
                 if self.reasons.total() <= _SHOWN:
-                    say(f"  {paint(where, 'yellow')}: {kind}: {reason}")
+                    emit(f"  {paint(where, 'yellow')}: {kind}: {reason}")
 
     def _refuse_mixture(self, paths: Sequence[str | Path]) -> None:
         """Rows of several formats in one file could not be read again: a file has one."""
@@ -160,10 +160,10 @@ class _Cleaning:
 
     def _print_summary(self) -> None:
         if self.reasons.total() > _SHOWN:
-            say(f"  ... and {self.reasons.total() - _SHOWN:,} more")
+            emit(f"  ... and {self.reasons.total() - _SHOWN:,} more")
         why = ", ".join(f"{count:,} {kind}" for kind, count in self.reasons.most_common())
         why += f" (all listed in {self.removed})" if why else "none"
-        say(f"{paint(str(self.output), 'bold')}: {counted(self.kept, 'row')}; left out: {why}")
+        emit(f"{paint(str(self.output), 'bold')}: {counted(self.kept, 'row')}; left out: {why}")
         if not self.kept:
             warn(f"no row is left: {self.output} is empty")
 

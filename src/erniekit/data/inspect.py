@@ -23,7 +23,7 @@ from erniekit.data.tokenise import TokeniseJob
 from erniekit.data.tokenizer import load_tokenizer
 from erniekit.data.types import ChatMessage, Conversation, RowProblem
 from erniekit.errors import ConfigError, DataError
-from erniekit.log import paint, say
+from erniekit.log import emit, paint
 from erniekit.printable import counted
 from erniekit.progress import WorkProgress
 from erniekit.registry import nearest
@@ -51,7 +51,7 @@ def _checked(path: str, given: argparse.Namespace, single: bool) -> int:
     except DataError as error:
         if single:
             raise
-        say("\n".join(error.lines()))
+        emit("\n".join(error.lines()))
         return error.exit_code
 
 
@@ -134,14 +134,14 @@ def _check(path: str, given: argparse.Namespace) -> int:
         raise DataError("dataset holds no rows", where=path)
     bad = sum(kinds.values())
     what = counted(examples, "preference pair" if found.preference else "conversation")
-    say(f"{path}: {paint(found.format, 'bold')} ({found.why})")
-    say(f"  {counted(total, 'row')}, {what}, {counted(bad, 'bad row')} ({bad / total:.2%})")
+    emit(f"{path}: {paint(found.format, 'bold')} ({found.why})")
+    emit(f"  {counted(total, 'row')}, {what}, {counted(bad, 'bad row')} ({bad / total:.2%})")
     if thoughts:
-        say(f"  {thoughts:,} answers think first; `train_thinking` decides how their reasoning is trained")
+        emit(f"  {thoughts:,} answers think first; `train_thinking` decides how their reasoning is trained")
     if unused:
-        say(f"  {unused_line(unused)}")
+        emit(f"  {unused_line(unused)}")
     for line_of_text in (*quality.lines(), *pairs.lines()):
-        say(f"  {line_of_text}")
+        emit(f"  {line_of_text}")
     _print_bad(shown, kinds)
     return 1 if bad else 0
 
@@ -152,20 +152,20 @@ def _check_vision(path: str, found: Detected, given: argparse.Namespace) -> int:
     model = Path(given.model).expanduser() if given.model else None
     rules = model_rules(model, given.pixels)
     budget = measure(path, found, rules, given.length, model)
-    say(f"{path}: {paint(found.format, 'bold')} ({found.why})")
+    emit(f"{path}: {paint(found.format, 'bold')} ({found.why})")
     for line in budget_lines(path, budget, rules, given.length, model is not None):
-        say(line)
+        emit(line)
     _print_bad(budget.bad, budget.kinds)
     return 1 if budget.kinds else 0
 
 
 def _print_bad(shown: list[RowProblem], kinds: Counter[str]) -> None:
     for problem in shown:
-        say(f"  {paint(f'{problem.file}:{problem.line}', 'yellow')}: {problem.reason} [{problem.kind}]")
+        emit(f"  {paint(f'{problem.file}:{problem.line}', 'yellow')}: {problem.reason} [{problem.kind}]")
     rest = kinds - Counter(problem.kind for problem in shown)
     if rest:
         more = ", ".join(f"{k} {n:,}" for k, n in rest.most_common())
-        say(f"  ... and {rest.total():,} more: {more}")
+        emit(f"  ... and {rest.total():,} more: {more}")
 
 
 def _counted(path: str) -> Iterator[tuple[int, Raw]]:

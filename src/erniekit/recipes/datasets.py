@@ -28,7 +28,7 @@ from erniekit.data.token_cache import RowKind, TokenSource, open_sources
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch, Pack
 from erniekit.errors import ConfigError
-from erniekit.log import say
+from erniekit.log import emit
 from erniekit.parallel.mesh import World
 from erniekit.recipes.dataset_files import dataset_files, file_shares
 from erniekit.recipes.run_plan import RunPlan
@@ -253,7 +253,7 @@ def with_data(plan: RunPlan, data: TrainData) -> RunPlan:
     settled = plan.with_lengths(data.lengths, data.usual_size)
     for note in settled.config.notes[len(plan.config.notes) :]:
         if not note.quiet:
-            say(f"note     {note}")
+            emit(f"note     {note}")
     return settled
 
 

@@ -17,7 +17,7 @@ from erniekit.demo.other_stack import OtherStack
 from erniekit.devices import DEVICES, INSTALLED, pick
 from erniekit.errors import ConfigError
 from erniekit.files import own
-from erniekit.log import paint, say, typed
+from erniekit.log import emit, paint, typed
 from erniekit.recipes.demo_proofs import describe, logged, logged_train, loss_fell, require
 
 ROWS = 40  # of sft-train.jsonl: what a model this small learns by heart in seconds
@@ -33,9 +33,9 @@ def demo_command(args: list[str]) -> int:
         return vision_demo(folder_from(args[1:], "erniekit-demo-vision"))
     args, device = device_from(args)
     root = take_folder(folder_from(args))
-    say(f"{paint('erniekit demo', 'bold')}: a tiny ERNIE is trained, killed, resumed, adapted, merged and queried.")
+    emit(f"{paint('erniekit demo', 'bold')}: a tiny ERNIE is trained, killed, resumed, adapted, merged and queried.")
     on = "the CPU" if device == "cpu" else pick(device).name  # which lists what that device lacks
-    say(f"Offline, on {on}; files and logs go to {root}/. On the left, the time since the start.\n")
+    emit(f"Offline, on {on}; files and logs go to {root}/. On the left, the time since the start.\n")
     began = time.perf_counter()
     other = OtherStack(own(root / "logs" / "transformers.log"))
     try:
@@ -43,8 +43,8 @@ def demo_command(args: list[str]) -> int:
     finally:
         other.close()
     seal(root)
-    say(paint("every proof holds", "green", "bold") + "\n")
-    say("\n".join(next_lines(root)))
+    emit(paint("every proof holds", "green", "bold") + "\n")
+    emit("\n".join(next_lines(root)))
     return 0
 
 
@@ -80,7 +80,7 @@ def run_stages(root: Path, other: OtherStack, began: float, device: str = "cpu")
     from erniekit.demo.tiny import make_tiny_model
 
     def show(name: str, proof: str) -> None:
-        say(f"{time.perf_counter() - began:5.1f} s  {paint(f'{name:<8}', 'cyan')} {proof}")
+        emit(f"{time.perf_counter() - began:5.1f} s  {paint(f'{name:<8}', 'cyan')} {proof}")
 
     # The same run twice: here, and at the same time in a process that will be killed.
     arguments = sft_arguments(root, root / "killed", device)

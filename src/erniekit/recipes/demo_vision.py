@@ -18,7 +18,7 @@ from erniekit.config import load
 from erniekit.demo import shapes
 from erniekit.demo.folder import seal, take_folder
 from erniekit.files import own
-from erniekit.log import paint, say, typed
+from erniekit.log import emit, paint, typed
 from erniekit.progress import WorkProgress
 from erniekit.recipes.demo_proofs import describe, logged_train, loss_fell, require
 from erniekit.track import jsonl
@@ -32,18 +32,18 @@ AnswerFunction = Callable[[bytes, str], str]  # a picture and which question -> 
 
 def vision_demo(root: Path) -> int:
     root = take_folder(root)
-    say(f"{paint('erniekit demo vision', 'bold')}: a tiny ERNIE-4.5-VL learns from pictures and answers questions.")
-    say(f"Offline, on the CPU; files and logs go to {root}/. On the left, the time since the start.\n")
+    emit(f"{paint('erniekit demo vision', 'bold')}: a tiny ERNIE-4.5-VL learns from pictures and answers questions.")
+    emit(f"Offline, on the CPU; files and logs go to {root}/. On the left, the time since the start.\n")
     began = time.perf_counter()
 
     def show(name: str, proof: str) -> None:
-        say(f"{time.perf_counter() - began:5.1f} s  {paint(f'{name:<8}', 'cyan')} {proof}")
+        emit(f"{time.perf_counter() - began:5.1f} s  {paint(f'{name:<8}', 'cyan')} {proof}")
 
     run_stages(root, show, PICTURES, STEPS, shapes.scenes(HELD_OUT, seed=2))
     seal(root)
-    say(paint("every proof holds", "green", "bold") + "\n")
-    say(f"again    {typed('train', root / 'data' / RECIPE)} output_dir=my-run")
-    say(f"look     {root / 'sft' / 'report.html'}")
+    emit(paint("every proof holds", "green", "bold") + "\n")
+    emit(f"again    {typed('train', root / 'data' / RECIPE)} output_dir=my-run")
+    emit(f"look     {root / 'sft' / 'report.html'}")
     return 0
 
 

@@ -21,7 +21,7 @@ from erniekit.config import RunConfig
 from erniekit.devices import AUTO, DEVICES, FAMILIES, DeviceEntry, device_entry, named, table
 from erniekit.devices.base import CLAIMED_BY, Finding
 from erniekit.devices.probes import WITHOUT
-from erniekit.log import paint, say
+from erniekit.log import emit, paint
 
 SECONDS = 120  # for all probes of one device: a first Triton kernel takes seconds, an unanswering driver for ever
 _TRIED = "tried: "  # before the line of a probe's answer, among whatever a vendor's libraries print
@@ -71,8 +71,8 @@ def _one(key: str, entry: DeviceEntry, requested: bool) -> bool:
     module = entry.load()
     present = module.present()
     found: list[Finding] = module.findings() if hasattr(module, "findings") else []
-    say(f"{paint('device', 'bold')}   {key}: " + (f"{module.count()} here" if present else "none that torch sees"))
-    say(f"         {getattr(module, 'EVIDENCE', entry.origin)}")
+    emit(f"{paint('device', 'bold')}   {key}: " + (f"{module.count()} here" if present else "none that torch sees"))
+    emit(f"         {getattr(module, 'EVIDENCE', entry.origin)}")
     for finding in found:
         _print(finding)
     if not present:
@@ -81,7 +81,7 @@ def _one(key: str, entry: DeviceEntry, requested: bool) -> bool:
         return not requested and all(f.ok for f in found)
     tried = try_in_a_process(key)
     if tried.name:
-        say(f"         {tried.name}")
+        emit(f"         {tried.name}")
     for name in capabilities.CAPABILITIES:
         if name in tried.lacks:
             _print(Finding(False, capabilities.line(name, tried.lacks[name])))
@@ -89,14 +89,14 @@ def _one(key: str, entry: DeviceEntry, requested: bool) -> bool:
         names = ", ".join(capabilities.CAPABILITIES)
         _print(Finding(False, tried.problem, f"{WITHOUT}=NAME leaves one out; NAME is any of {names}"))
     elif not tried.lacks:
-        say(f"         {paint('ok', 'green')}: all that it claims works")
+        emit(f"         {paint('ok', 'green')}: all that it claims works")
     return all(f.ok for f in found) and not tried.problem
 
 
 def _print(finding: Finding) -> None:
-    say(f"         {paint('ok', 'green') if finding.ok else paint('no', 'yellow')}   {finding.what}")
+    emit(f"         {paint('ok', 'green') if finding.ok else paint('no', 'yellow')}   {finding.what}")
     if finding.fix and not finding.ok:
-        say(f"              fix: {finding.fix}")
+        emit(f"              fix: {finding.fix}")
 
 
 def try_in_a_process(key: str, seconds: float = SECONDS) -> Tried:

@@ -12,7 +12,7 @@ from erniekit.config import RunConfig
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.errors import ConfigError, ErnieKitError
 from erniekit.kernels.distillation import Mix
-from erniekit.log import say
+from erniekit.log import emit
 from erniekit.losses.distillation import DistillationLoss, DistillingHead, KeptHidden
 from erniekit.models.score_head import refuse as refuse_score_head
 from erniekit.recipes.built import Built
@@ -80,7 +80,7 @@ def install(cfg: RunConfig, built: Built, found: Found) -> None:
     whole = ", whole on every rank" if built.world.size > 1 else ""
     soft = f"{d.distill_alpha:g} x {d.distill_kl} KL at temperature {d.distill_temperature:g}"
     hard = f"{1 - d.distill_alpha:g} x cross-entropy"
-    say(f"teacher  {found.describe()} ({count:,} weights{whole}): {soft} + {hard}")
+    emit(f"teacher  {found.describe()} ({count:,} weights{whole}): {soft} + {hard}")
 
 
 def install_model(cfg: RunConfig, built: Built, teacher: nn.Module) -> None:

@@ -20,7 +20,7 @@ from erniekit.data.collate import one_document, with_future
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import IGNORE, TEXT, Batch
 from erniekit.errors import ErnieKitError
-from erniekit.log import colour_on, paint, say, typed
+from erniekit.log import colour_on, emit, paint, typed
 from erniekit.lora.inject import is_lora
 from erniekit.models.layers.router import Router
 from erniekit.models.vision_parts import part_of
@@ -64,9 +64,9 @@ def before_training(
 ) -> list[Check]:
     """Runs every check, prints one line for those that passed and one for each that did not; raises on failure."""
     labels_shown = first.labels if stage.labels_are_tokens else torch.full_like(first.labels, IGNORE)
-    say(sample_lines(replace(first, labels=labels_shown), tokenizer))
+    emit(sample_lines(replace(first, labels=labels_shown), tokenizer))
     for line in stage.picture_lines(built, data):
-        say(f"         {line}")
+        emit(f"         {line}")
     checks: list[Callable[[], Check]] = [lambda: labels(data)]
     if stage.chats:
         checks += [lambda: end_is_trained(data, tokenizer), lambda: template(stage.prompts(cfg, data, tokenizer))]
@@ -81,7 +81,7 @@ def before_training(
     with eager():  # every check has a batch of its own shape
         done = [check() for check in checks]
     passed = [c for c in done if c.ok]
-    say(f"checks   {paint('ok', 'green')}: " + "; ".join(c.text for c in passed))
+    emit(f"checks   {paint('ok', 'green')}: " + "; ".join(c.text for c in passed))
     failed = [c for c in done if not c.ok]
     if failed:
         raise DoctorError(
@@ -355,5 +355,5 @@ def doctor_command(args: list[str]) -> int:
     run_summary.show_kernels(kernels)
     held_back.show(plan, data, kernels)
     before_training(stage, cfg, built, optimizer, data, tokenizer, first, prepare)
-    say(f"next     {typed('train', *args)}")
+    emit(f"next     {typed('train', *args)}")
     return 0

@@ -10,7 +10,7 @@ from erniekit.checkpoint.final_model import publish_model
 from erniekit.checkpoint.nodes import nodes_without
 from erniekit.config import RunConfig
 from erniekit.errors import CheckpointError
-from erniekit.log import paint, say, typed, warn
+from erniekit.log import emit, paint, typed, warn
 from erniekit.parallel.mesh import World
 from erniekit.recipes import plan_check
 from erniekit.recipes.built import Built
@@ -108,15 +108,15 @@ def print_result(output: Path, result: RunResult, trainer: Trainer, plan: RunPla
     m = result.metrics
     evaluation = f", eval_loss {m['eval_loss']:.4f}" if "eval_loss" in m else ""
     if trainer.stop_reason:
-        say(trainer.stop_reason)
+        emit(trainer.stop_reason)
     steps = f"{result.steps} step{'s' * (result.steps != 1)}"
-    say(
+    emit(
         f"{paint('done', 'green', 'bold')}     {steps} in {m['train_runtime']:.0f} s, "
         f"train_loss {m['train_loss']:.4f}{evaluation}"
     )
     if planned := plan_check.line_of(plan, speed):
-        say(f"plan     {planned}")
+        emit(f"plan     {planned}")
     if result.note:
         warn(result.note)
-    say(f"result   {output}    report {report}")
-    say("next     " + f"\n{'':9}".join(result.next_commands))
+    emit(f"result   {output}    report {report}")
+    emit("next     " + f"\n{'':9}".join(result.next_commands))

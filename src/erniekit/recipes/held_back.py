@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from erniekit.kernels.selection import Choice
-from erniekit.log import say
+from erniekit.log import emit
 from erniekit.recipes.datasets import TrainData
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.speed_decisions import why_rows_stay
@@ -58,4 +58,4 @@ def _rows(plan: RunPlan, data: TrainData) -> Iterator[Brake]:
 
 def show(plan: RunPlan, data: TrainData, kernels: list[Choice]) -> None:
     for number, brake in enumerate(brakes(plan, data, kernels)):
-        say(f"{'speed' if number == 0 else '':<9}{brake.what}; faster with {brake.key}")
+        emit(f"{'speed' if number == 0 else '':<9}{brake.what}; faster with {brake.key}")

@@ -16,7 +16,7 @@ import torch
 from erniekit.config import RunConfig
 from erniekit.devices.base import Device
 from erniekit.devices.islands import island_of_rank, parse_islands
-from erniekit.log import say
+from erniekit.log import emit
 from erniekit.models.config import DecoderConfig
 from erniekit.parallel.mesh import Layout, World
 from erniekit.planner.island_split import fitted
@@ -31,7 +31,7 @@ def cut(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -> L
     layout, islands = world.layout, world.islands
     if islands is None or world.size == 1:
         return layout
-    say(f"islands  {islands.describe()}; a pipeline across, through host memory")
+    emit(f"islands  {islands.describe()}; a pipeline across, through host memory")
     if layout.stage_cuts or layout.virtual_stages > 1:
         return layout
     named = island_of_rank(parse_islands(cfg.parallel.islands), world.rank)
@@ -51,7 +51,7 @@ def cut(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -> L
     how = "given" if given else "measured"
     for s, (count, taken) in enumerate(zip(counts, found, strict=True)):
         share = speeds[s] / max(speeds)
-        say(
+        emit(
             f"stage {s}  {count} layers on {islands.stage_wires(layout)[s]} (speed {share:.2f} of the fastest, {how}; "
             f"about {taken.total / GIB:.1f} GiB a rank)"
         )

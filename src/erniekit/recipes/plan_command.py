@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from erniekit.config import RunConfig, load
 from erniekit.devices.islands import parse_islands
 from erniekit.errors import ConfigError, PlanError
-from erniekit.log import say
+from erniekit.log import emit
 from erniekit.parallel.mesh import CONFIG_KEYS
 from erniekit.planner.cards import rates_of
 from erniekit.planner.cluster import FIX, Cluster, parse
@@ -52,7 +52,7 @@ def plan_command(args: list[str]) -> int:
     if "--take" in given and target is None:
         raise ConfigError("--take needs --write", where="--take", fix="add --write FILE")
     if not as_json:
-        say(f"plan     {', '.join(cfg.files) or cfg.model.model_name_or_path} on {cluster.describe()}")
+        emit(f"plan     {', '.join(cfg.files) or cfg.model.model_name_or_path} on {cluster.describe()}")
     top = _number(given, "--top") or 0
     result, ranked, job = _planned(cfg, cluster, calibrated, packs, as_json, top, take)
     result["seconds"] = time.perf_counter() - began
@@ -71,7 +71,7 @@ def plan_command(args: list[str]) -> int:
     if as_json:
         print(json.dumps(result, indent=1))
     elif target is not None:
-        say(f"written  {target}: layout {take}, {taken['layout']}; train with `erniekit train {target}`")
+        emit(f"written  {target}: layout {take}, {taken['layout']}; train with `erniekit train {target}`")
     if best is None and not as_json:
         raise PlanError(
             f"no layout of this run fits {cluster.describe()}", where=f"--cluster {cluster.text}", fix=result["advice"]
@@ -148,13 +148,13 @@ def _show_job(cfg: RunConfig, job: Job, source: str, place: Site) -> None:
     how = f"LoRA rank {job.rank}" if job.rank else "all weights"
     if job.teacher is not None:
         how += f", a teacher of {job.teacher.parameters() / 1e9:.2f} billion on every rank"
-    say(
+    emit(
         f"job      {job.model.parameters() / 1e9:.2f} billion weights ({source}), {cfg.train.stage}, {how}, "
         f"{counted(job.packs, 'sequence')} of {job.length:,} tokens per step, {job.rows} in a micro-batch"
     )
     for text in _not_counted(cfg):
-        say(f"note     {text}")
-    say(f"rates    {report.sources(place.rates)}")
+        emit(f"note     {text}")
+    emit(f"rates    {report.sources(place.rates)}")
 
 
 def _not_counted(cfg: RunConfig) -> Iterator[str]:
@@ -177,18 +177,18 @@ def _not_counted(cfg: RunConfig) -> Iterator[str]:
 def _show(found: Ranking, own: Candidate | None, prices: list[Any], fewest: int | None, place: Site, top: int) -> None:
     from erniekit.planner import report
 
-    say(f"layouts  {found.tried} counted, {len(found.ranked)} fit {place.room / 2**30:.0f} GiB a rank")
+    emit(f"layouts  {found.tried} counted, {len(found.ranked)} fit {place.room / 2**30:.0f} GiB a rank")
     if found.ranked:
         for line in (*report.table(found.ranked, top), "", *report.bytes_table(found.ranked[0])):
-            say(f"  {line}" if line else "")
+            emit(f"  {line}" if line else "")
     if own is not None:
         outcome = own.problem or f"{own.tokens:,.0f} tokens/s, {own.most.total / 2**30:.0f} GiB a rank"
-        say(f"recipe's {own.layout.describe()}: {outcome}")
+        emit(f"recipe's {own.layout.describe()}: {outcome}")
     for title, lines in (("rejected", report.rejected(found)), ("levers", report.lever_lines(prices))):
         for k, line in enumerate(lines):
-            say(f"{title if k == 0 else '':<9}{line}")
+            emit(f"{title if k == 0 else '':<9}{line}")
     if fewest:
-        say(f"smallest {fewest} of these devices")
+        emit(f"smallest {fewest} of these devices")
 
 
 def _prices(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from erniekit.errors import ConfigError
-from erniekit.log import say
+from erniekit.log import emit
 from erniekit.parallel.pipeline_timeline import SVG_MARK, as_svg, as_text
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def draw(target: str | Path, ranked: list[Candidate], schedule: str, quiet: bool
     one = next((c for c in ranked if c.times is not None), None)
     if one is None or one.times is None:
         if not quiet:
-            say("timeline no layout that fits has a pipeline")
+            emit("timeline no layout that fits has a pipeline")
         return None
     layout = one.layout
     shown = min(one.micro_batches, SHOWN * layout.pp)
@@ -56,7 +56,7 @@ def draw(target: str | Path, ranked: list[Candidate], schedule: str, quiet: bool
         made.write_text(as_svg(timeline), encoding="utf-8")
         os.replace(made, target)
     if not quiet:
-        say(f"timeline {about}{f': {target}' if isinstance(target, Path) else ''}")
+        emit(f"timeline {about}{f': {target}' if isinstance(target, Path) else ''}")
         for line in as_text(timeline):
-            say(f"  {line}")
+            emit(f"  {line}")
     return str(target)

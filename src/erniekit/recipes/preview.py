@@ -33,7 +33,7 @@ from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.data.types import IGNORE, ChatMessage, Conversation, RowProblem, Sample
 from erniekit.data.unpaired import Unpaired
 from erniekit.data.unpaired_source import UNPAIRED
-from erniekit.log import colour_on, paint, say
+from erniekit.log import colour_on, emit, paint
 from erniekit.loss_table import PREFERENCE_KEYS
 
 READ, TRAINED, REJECTED = 0, 1, 2  # what a token is to the loss; the last: of the answer that a pair rejects
@@ -59,7 +59,7 @@ def preview_command(args: list[str]) -> int:
     if given.json:
         print(json.dumps(result, ensure_ascii=True))
     else:
-        say("\n".join(lines(result)))
+        emit("\n".join(lines(result)))
     return 0
 
 

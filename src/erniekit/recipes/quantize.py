@@ -16,7 +16,7 @@ from erniekit.export.plan import named_tokenizer, plan_of
 from erniekit.export.run import no_adapter, run_export
 from erniekit.export.source import find_source
 from erniekit.export.target import QUANTIZE, check_target
-from erniekit.log import paint, say, typed, warn
+from erniekit.log import emit, paint, typed, warn
 from erniekit.models.score_head import refuse as refuse_score_head
 from erniekit.quant_schemes import QUANT_RECIPES, QuantRecipe
 from erniekit.quantize.fit import fitted, require_plain
@@ -84,11 +84,11 @@ def _quantised(cfg: RunConfig, source: Path, out: Path) -> RunResult:
     check_target(out, [source], QUANTIZE)
     compensate = _compensates(cfg, recipe)
     if not compensate and cfg.quantize.quant_method is None and not rows_are_given(cfg):
-        say("note     rounded to nearest: with rows (train_dataset_path) errors are carried on, which is better")
-    say(f"model    {source}")
+        emit("note     rounded to nearest: with rows (train_dataset_path) errors are carried on, which is better")
+    emit(f"model    {source}")
     groups = sorted({scheme.group for scheme in recipe.schemes if scheme.number == "int" and scheme.group})
     sizes = f" (groups of {groups[0]})" if groups else ""
-    say(f"quant    {quant}: {recipe.about}{sizes}; {'GPTQ' if compensate else 'rounded to nearest'}")
+    emit(f"quant    {quant}: {recipe.about}{sizes}; {'GPTQ' if compensate else 'rounded to nearest'}")
     calibrating: list[Batch] = []
     measuring: list[Batch] = []
     if rows_are_given(cfg):
@@ -142,7 +142,7 @@ def _print_result(facts: dict[str, Any], out: Path) -> dict[str, float]:
     metrics: dict[str, float] = {"bytes_before": before, "bytes_after": after}
     if quality is not None:
         metrics |= {name: quality[name] for name in ("perplexity", "quantised_perplexity", "kl")}
-        say(
+        emit(
             f"quality  perplexity {quality['perplexity']:.4g} -> {quality['quantised_perplexity']:.4g}, KL "
             f"{quality['kl']:.4g} nats a token (on {quality['measured_on']})"
         )
@@ -150,9 +150,9 @@ def _print_result(facts: dict[str, Any], out: Path) -> dict[str, float]:
         warn(f"expert {row['expert']} of layer {row['layer']} was calibrated on {row['used']} tokens only")
     if len(facts["starved"]) > 4:
         warn(f"and {len(facts['starved']) - 4} experts more: {HTML} names them; give more calibration_rows")
-    say(f"saved    {out} ({_size(after)}, {after / before:.0%} of {_size(before)})")
-    say(f"report   {out / HTML}")
-    say(paint(f"next     {typed('chat', out)}", "bold"))
+    emit(f"saved    {out} ({_size(after)}, {after / before:.0%} of {_size(before)})")
+    emit(f"report   {out / HTML}")
+    emit(paint(f"next     {typed('chat', out)}", "bold"))
     return metrics
 
 

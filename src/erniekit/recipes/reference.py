@@ -28,7 +28,7 @@ from erniekit.data.token_cache import PairSource
 from erniekit.data.types import Batch
 from erniekit.errors import DataError
 from erniekit.files.cache_folder import default_cache_dir
-from erniekit.log import say, warn
+from erniekit.log import emit, warn
 from erniekit.lora.adapters_off import adapters_off
 from erniekit.losses.dpo import pair_log_probs
 from erniekit.parallel.engine import Engine
@@ -101,12 +101,12 @@ def make_reference(
         policy.kept = True
         return policy
     if built.lora:
-        say("reference the model without its adapters")
+        emit("reference the model without its adapters")
         return policy
     other = frozen_copy(built, stage)
     if cfg.precision.compute_type == "fp8":  # its products are rounded as the policy's were at first
         scales_of(cfg, other, data.first_batch())
-    say("reference a second copy of the model, frozen")
+    emit("reference a second copy of the model, frozen")
     return Reference(other.engine, sum_over_cp, chunk, own=other)
 
 
@@ -133,7 +133,7 @@ class RefreshReference(Hook):
         saved = self.output / f"checkpoint-{last}"
         if last < step and all(self.policy.world.gather(saved.is_dir())):
             self.reference.read_weights(saved)
-            say(f"reference the policy of step {last}, from {saved.name}")
+            emit(f"reference the policy of step {last}, from {saved.name}")
             return
         self._copy()
         if last < step:
@@ -166,7 +166,7 @@ def keep(cfg: RunConfig, built: Built, data: TrainData, policy: Reference) -> No
         folder = cache / _key(cfg, built, source)
         found = built.world.broadcast(_read(folder) if built.world.is_main else None)
         if found is None or found.shape != (len(source.lengths), 2):
-            say(f"reference log-probabilities of {Path(source.path).name}: computed once, kept in {cache}")
+            emit(f"reference log-probabilities of {Path(source.path).name}: computed once, kept in {cache}")
             found = _compute(cfg, built, data, source, policy)
             if built.world.is_main:
                 _write(folder, found)
@@ -248,4 +248,4 @@ def _compare(built: Built, data: TrainData, policy: Reference) -> None:
             where="reference_logps: cached",
             fix="delete the folder `reference` in the cache, or use reference_logps: live",
         )
-    say(f"reference kept log-probabilities equal the live ones to {apart:.1e}")
+    emit(f"reference kept log-probabilities equal the live ones to {apart:.1e}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from erniekit.config import RunConfig, load
 from erniekit.errors import ConfigError, PlanError
-from erniekit.log import say
+from erniekit.log import emit
 
 if TYPE_CHECKING:
     from erniekit.devices.base import Device
@@ -35,7 +35,7 @@ def rehearse_command(args: list[str]) -> int:
     quiet = "--json" in flags
     if not quiet:
         what = ", ".join(cfg.files) or cfg.model.model_name_or_path
-        say(f"rehearse {what} on {layout.size} ranks: {layout.describe()}")
+        emit(f"rehearse {what} on {layout.size} ranks: {layout.describe()}")
     with tempfile.TemporaryDirectory(prefix="erniekit-rehearse-") as folder:
         from erniekit.recipes import rehearsal
 
@@ -78,7 +78,7 @@ def _all_ranks(job: Rehearsal, every: bool, quiet: bool) -> dict[str, Any]:
     alike = [[rank] for rank in range(layout.size)] if every else kinds(layout, shapes_of(job))
     if not quiet:
         of = max(1, job.config.train.gradient_accumulation_steps)
-        say(f"kinds    {len(alike)} among {layout.size} ranks; {job.micro_batches} of {of} micro-batches")
+        emit(f"kinds    {len(alike)} among {layout.size} ranks; {job.micro_batches} of {of} micro-batches")
     recorded, findings = record_all(job, [group[0] for group in alike], quiet)
     calls = messages = groups = 0
     if not findings:
@@ -90,12 +90,12 @@ def _all_ranks(job: Rehearsal, every: bool, quiet: bool) -> dict[str, Any]:
         messages = sum(call.op in P2P for call in made)
         calls, groups = len(made) - messages, len({call.group for call in made})
     if not quiet:
-        say(f"calls    {calls:,} to collectives and {messages:,} messages in {groups} groups")
+        emit(f"calls    {calls:,} to collectives and {messages:,} messages in {groups} groups")
         for finding in findings:
             for k, line in enumerate(finding.text()):
-                say(f"{'fault' if k == 0 else '':<9}{line}")
+                emit(f"{'fault' if k == 0 else '':<9}{line}")
         if not findings:
-            say("result   all ranks' calls match, and none waits for ever")
+            emit("result   all ranks' calls match, and none waits for ever")
     return {
         "ranks": layout.size,
         "layout": layout.describe(),
@@ -135,9 +135,9 @@ def _one_rank(job: Rehearsal, rank: int, quiet: bool) -> dict[str, Any]:
     known = card_of(device) is not None
     if not quiet:
         peak = f"{found.peak / GIB:.1f} GiB at the most" if found.peak else f"{device.name} does not count its memory"
-        say(f"memory   rank {rank}: {peak}; {planned / GIB:.1f} GiB planned")
+        emit(f"memory   rank {rank}: {peak}; {planned / GIB:.1f} GiB planned")
         rates = f"{seconds:.2f} s planned" if known else "no plan: rates of this device are not known"
-        say(f"time     {found.seconds:.2f} s a step of {job.micro_batches} micro-batches, nothing sent; {rates}")
+        emit(f"time     {found.seconds:.2f} s a step of {job.micro_batches} micro-batches, nothing sent; {rates}")
     return {
         "rank": rank,
         "device": device.name,

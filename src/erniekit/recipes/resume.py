@@ -19,7 +19,7 @@ from erniekit.checkpoint.state import TrainState
 from erniekit.config import RunConfig
 from erniekit.data import cache_versions
 from erniekit.errors import CheckpointError, ConfigError
-from erniekit.log import say, warn
+from erniekit.log import emit, warn
 from erniekit.parallel.mesh import World
 from erniekit.recipes import extend
 from erniekit.recipes.changes import BASE, MODEL_CONFIG, TRAIN_DATA, describe_changes
@@ -58,7 +58,7 @@ def find(cfg: RunConfig, manager: CheckpointManager, world: World, disks: Disks,
     def here() -> Path | None:
         if launch and (named or afresh) and (own := manager.latest_good(launch)) is not None:
             key = "resume_from_checkpoint" if named else "overwrite_output_dir"
-            say(f"note     a restart of this run: {key} took effect when it began; it resumes from {own.name}")
+            emit(f"note     a restart of this run: {key} took effect when it began; it resumes from {own.name}")
             return own
         if afresh:
             return None
@@ -116,7 +116,7 @@ def check_promises(cfg: RunConfig, point: Path | None, promise: dict[str, Any], 
     saved, _ = states.load(point)
     old, new = saved.promise, promise
     if unknown := [key for key in new if key not in old]:
-        say(f"note     {point.name} is of another version, and these could not be compared: {', '.join(unknown)}")
+        emit(f"note     {point.name} is of another version, and these could not be compared: {', '.join(unknown)}")
     then, now = old.get("max_steps", data.max_steps), data.max_steps
     apart = {"max_steps"}  # compared below: more of them need not change anything
     if not cfg.given("decay_steps") and old.get("decay_steps") in (None, then):
@@ -169,9 +169,9 @@ def restore(cfg: RunConfig, saver: Saver, point: Path | None, data: TrainData, p
                 "keeps them with ignore_save_lr_and_optim: False, or another save_strategy",
             )
         proof = f"; {verdict.line()}" if verdict else ""
-        say(f"resume   {point} at step {state.step} of {data.max_steps}{proof}")
+        emit(f"resume   {point} at step {state.step} of {data.max_steps}{proof}")
         if state.step >= data.max_steps:
-            say(f"note     this run is finished; to train on, {extend.advice(cfg, data.max_steps)}")
+            emit(f"note     this run is finished; to train on, {extend.advice(cfg, data.max_steps)}")
         if state.best_step is not None and cfg.checkpoint.load_best_model_at_end:
             protect_best(saver, state)
         saver.last_saved = state.step

@@ -23,7 +23,7 @@ from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.devices import pick
 from erniekit.devices.base import Device
 from erniekit.errors import CheckpointError, DeviceError
-from erniekit.log import say
+from erniekit.log import emit
 from erniekit.lora.adapter_files import is_adapter
 from erniekit.lora.base import trained_on
 from erniekit.lora.frozen_base import check as check_frozen_base
@@ -125,7 +125,7 @@ def open_device(cfg: RunConfig) -> DevicePlan:
     device = pick(device_here(cfg.parallel.islands, cfg.train.device), cfg.train.no_cuda)
     each = cfg.launch.ranks_per_device
     if each > 1 and device.vendor == "cpu":
-        say(f"note     {Note('ranks_per_device', each, each, 'without effect: on a CPU nproc_per_node sets it')}")
+        emit(f"note     {Note('ranks_per_device', each, each, 'without effect: on a CPU nproc_per_node sets it')}")
     elif each > 1:
         device = device.share(int(os.environ.get("RANK", "0")), each)
     kind = cfg.precision.compute_type
@@ -140,16 +140,16 @@ def open_device(cfg: RunConfig) -> DevicePlan:
         base = f" with frozen_base: {cfg.lora.frozen_base}" if kind in PACKED else ""
         otherwise = f"; write compute_type: bf16{base} to have it" if cfg.train.do_train or not base else ""
         note = Note("compute_type", kind, "fp32", slow + ("" if why else otherwise))
-        say(f"note     {note}")
+        emit(f"note     {note}")
         flag = Note("bf16", cfg.precision.bf16, False, "compute_type is fp32", quiet=True)
         cfg = cfg.derive(replace(note, quiet=True), flag)  # printed already, whatever command it is
     if not device.fast_bf16 and cfg.precision.compute_type == "fp8" and not cfg.given("bf16"):
         note = Note("bf16", True, False, f"{slow}: what is not fp8 is fp32")
-        say(f"note     {note}")
+        emit(f"note     {note}")
         cfg = cfg.derive(replace(note, quiet=True))
     if cfg.train.do_train and cfg.optim.master_weights != "fp32" and not cfg.precision.bf16:
         note = Note("master_weights", cfg.optim.master_weights, "fp32", FP32_MASTERS)
-        say(f"note     {note}")
+        emit(f"note     {note}")
         cfg = cfg.derive(replace(note, quiet=True))
     device.reset_peak()
     if cfg.train.deterministic:
@@ -164,7 +164,7 @@ def in_16_bits(cfg: RunConfig) -> RunConfig:
     if kind in (BF16, "fp32"):
         return cfg
     note = Note("compute_type", kind, BF16, "layers are computed in bf16 or fp32 while weights are quantised")
-    say(f"note     {note}")
+    emit(f"note     {note}")
     return cfg.derive(
         replace(note, quiet=True), Note("bf16", cfg.precision.bf16, True, "compute_type is bf16", quiet=True)
     )

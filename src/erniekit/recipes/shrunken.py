@@ -22,7 +22,7 @@ from erniekit.demo import shapes
 from erniekit.demo.tiny import TRAIN, VOCAB, demo_text, make_tokenizer
 from erniekit.demo.tiny_vision import make_tiny_vision
 from erniekit.errors import ConfigError, PlanError
-from erniekit.log import say
+from erniekit.log import emit
 from erniekit.models import MODELS
 from erniekit.models.init import init_weights
 from erniekit.recipes.planning import raw_shape
@@ -177,10 +177,10 @@ def train_shrunken(cfg: RunConfig, arguments: list[str], most: int) -> int:
             keys["teacher_model_name_or_path"] = folder / "model"
         typed = [*arguments, *(f"{name}={value}" for name, value in keys.items())]
         typed += [f"nproc_per_node={ranks}", f"log_dir={folder / 'log'}"]
-        say(f"rehearse shrunken: {ranks} real ranks train {STEPS} steps")
+        emit(f"rehearse shrunken: {ranks} real ranks train {STEPS} steps")
         env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         code = subprocess.run([sys.executable, "-m", "erniekit", "train", *typed], env=env, check=False).returncode
-    say("result   it trains" if code == 0 else f"result   it stopped with exit code {code}: see above")
+    emit("result   it trains" if code == 0 else f"result   it stopped with exit code {code}: see above")
     return code if code in (0, 2) else 1
 
 

@@ -19,7 +19,7 @@ from erniekit.config import RunConfig
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.errors import ConfigError
 from erniekit.extras import install_command
-from erniekit.log import paint, say
+from erniekit.log import emit, paint
 from erniekit.models.score_head import refuse as refuse_score_head
 from erniekit.recipes.eval_folder import results_folder, what_to_evaluate, write_evaluation
 from erniekit.recipes.expert_layers import ignore_bias
@@ -152,7 +152,7 @@ def run_tasks(cfg: RunConfig) -> RunResult:
     tokenizer = found.tokenizer(cfg.model.tokenizer_name)
     model = found.build(dtype, device.handle, packed)
     ignore_bias(cfg, model)
-    say(f"model    {source}")
+    emit(f"model    {source}")
     config: Any = model.config
     length = min(cfg.data.max_seq_len, config.max_positions)
     scorer = Scorer(model, tokenizer, length, cfg.train.per_device_eval_batch_size)
@@ -160,8 +160,8 @@ def run_tasks(cfg: RunConfig) -> RunResult:
         metrics = measure(cfg, harness, manager, names, scorer)
         written = write_evaluation(output, source, metrics)
     for name, value in metrics.items():
-        say(f"task     {name:<40} {value:.4f}")
-    say(f"{paint('done', 'green', 'bold')}     {written}")
+        emit(f"task     {name:<40} {value:.4f}")
+    emit(f"{paint('done', 'green', 'bold')}     {written}")
     return RunResult(output, metrics)
 
 

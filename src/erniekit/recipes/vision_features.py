@@ -21,7 +21,7 @@ from erniekit.data.vision.collate import VisionCollate
 from erniekit.data.vision.features import FOLDER, FeatureShape, FeatureStore, free_space
 from erniekit.errors import ConfigError
 from erniekit.files.cache_folder import default_cache_dir
-from erniekit.log import say, warn_once
+from erniekit.log import emit, warn_once
 from erniekit.models.costs import adapters_met_of
 from erniekit.models.layers.linear import HoldsWeight
 from erniekit.models.layers.seeing import TOKENS, TOWER
@@ -122,9 +122,9 @@ def feature_cache(cfg: RunConfig, built: Built, data: TrainData) -> KeptFeatures
     capacity = built.world.broadcast(capacity) // built.world.size
     what = "the resampler's" if shape.tokens else "the tower's"
     summary = f"{what} output of all pictures, {_gb(needed)} at most, in {folder / name}"
-    say(f"features {summary}: a picture is decoded and computed once (vision_feature_cache)")
+    emit(f"features {summary}: a picture is decoded and computed once (vision_feature_cache)")
     if needed > limit:
-        say(f"note     vision_feature_cache_gb is {limit / GB:g}: pictures beyond it are computed in every step")
+        emit(f"note     vision_feature_cache_gb is {limit / GB:g}: pictures beyond it are computed in every step")
     if eyes is None:
         return None
     collate.store = FeatureStore(folder / name, shape, capacity)
@@ -182,7 +182,7 @@ def _impossible(reason: str) -> ConfigError:
 
 
 def _print_computed(reason: str) -> None:
-    say(f"note     pictures go through the tower in every step: {reason} (vision_feature_cache)")
+    emit(f"note     pictures go through the tower in every step: {reason} (vision_feature_cache)")
 
 
 def _gb(count: int) -> str:

@@ -18,7 +18,7 @@ from typing import Protocol
 from torch import nn
 
 from erniekit.errors import ErnieKitError
-from erniekit.log import say, warn
+from erniekit.log import emit, warn
 from erniekit.serve.request_error import RequestError
 from erniekit.serve.request_parsing import ServedModel
 
@@ -68,7 +68,7 @@ class RuntimeAdapters:
                 self.engine.remove_model(self.models[name].engine_name)
             self.models[name] = served
             self.loaded.add(name)
-        say(f"adapter {name} loaded from {folder}")
+        emit(f"adapter {name} loaded from {folder}")
         return f"Success: LoRA adapter '{name}' added successfully."
 
     def unload(self, name: str) -> str:
@@ -83,7 +83,7 @@ class RuntimeAdapters:
             )
         self.loaded.remove(name)
         self.engine.remove_model(self.models.pop(name).engine_name)
-        say(f"adapter {name} unloaded")
+        emit(f"adapter {name} unloaded")
         return f"Success: LoRA adapter '{name}' removed successfully."
 
     def _check_name(self, name: str, replaces: bool) -> None:

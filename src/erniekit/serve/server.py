@@ -21,7 +21,7 @@ from erniekit.config import RunConfig, load, refuse_later
 from erniekit.config.address import is_loopback
 from erniekit.errors import ConfigError
 from erniekit.extras import install_command
-from erniekit.log import say, warn
+from erniekit.log import emit, warn
 from erniekit.net.address import KEY_VARIABLE, announce
 from erniekit.net.hosts import Hosts
 from erniekit.net.listen import bind
@@ -123,7 +123,7 @@ def serve_embedded(cfg: RunConfig, key: str | None) -> int:
     entries = find_models(cfg)
     sock = bind(cfg.serve.host, cfg.serve.port)
     try:
-        say(f"loading {entries[0].found.describe()}")
+        emit(f"loading {entries[0].found.describe()}")
         loaded = load_models(cfg, entries)
         disable_slow_onednn(loaded)
         sys.setswitchinterval(SWITCH_S)
@@ -247,6 +247,6 @@ def run(cfg: RunConfig, loaded: LoadedModels, sock: socket.socket, key: str | No
     deadline.within(ENGINE_S + LEFT_S)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: deadline.within(AGAIN_S))
-    say("stopped")
+    emit("stopped")
     deadline.settle()
     return 0 if deadline.answers_ended else 1

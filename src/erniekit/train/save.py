@@ -27,7 +27,7 @@ from erniekit.checkpoint.shards import write_shards
 from erniekit.checkpoint.state import TrainState
 from erniekit.devices.base import Device
 from erniekit.errors import CheckpointError, Preempted
-from erniekit.log import say
+from erniekit.log import emit
 from erniekit.optim.adamw import AdamW
 from erniekit.parallel.compiled import eager
 from erniekit.parallel.engine import Engine
@@ -185,9 +185,11 @@ class Saver:
         masters: Tensors = StoredState(folder, "master_weights", self.sharding, self.world.rank)
         if self.rebuild_masters and self.optimizer.has_masters and not len(masters):
             masters = dict(self.optimizer.master_tensors())  # they follow the weights just read
-            say(f"note     {folder.name} has no fp32 weights: made from the 16-bit ones, so not bit for bit as saved")
+            emit(f"note     {folder.name} has no fp32 weights: made from the 16-bit ones, so not bit for bit as saved")
         if moments.is_compressed:
-            say(f"note     {folder.name} has compressed moments (ckpt_quant_stage): close to, not bit for bit as saved")
+            emit(
+                f"note     {folder.name} has compressed moments (ckpt_quant_stage): close to, not bit for bit as saved"
+            )
         missing = self.optimizer.load(updates, moments, masters)
         if missing:
             raise CheckpointError(

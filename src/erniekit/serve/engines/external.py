@@ -22,7 +22,7 @@ from typing import IO
 
 from erniekit.config import RunConfig
 from erniekit.errors import ConfigError, DeviceError
-from erniekit.log import say, warn
+from erniekit.log import emit, warn
 from erniekit.net.address import announce
 from erniekit.net.listen import bind
 from erniekit.serve.engines import EXTERNAL, supervisor
@@ -143,7 +143,7 @@ class EngineProcess:
         before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         for number in before:
             signal.signal(number, lambda *_: self.stop_requested.set())
-        say(f"starting {self.name}: {self.target.model}")
+        emit(f"starting {self.name}: {self.target.model}")
         process = subprocess.Popen(
             [sys.executable, supervisor.__file__, str(self.grace), *self.command],
             stdin=subprocess.PIPE,
@@ -168,7 +168,7 @@ class EngineProcess:
                 where=self.last[-1] if self.last else self.name,
                 fix="see its log above",
             )
-        say("stopped")
+        emit("stopped")
         return 0
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
@@ -194,7 +194,7 @@ class EngineProcess:
         for line in stream:
             text = line.decode("utf-8", "replace").rstrip()
             self.last.append(text)
-            say(f"{self.name} | {text}")
+            emit(f"{self.name} | {text}")
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         """The guard ends the engine within the grace, and everything in its group after it."""
