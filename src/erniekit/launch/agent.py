@@ -161,7 +161,7 @@ class Agent(LocalElasticAgent):
         ranks = [worker.global_rank for worker in group.workers]
         of = f" of {group.workers[0].world_size} on {self.launch.nnodes} machines" if self.launch.nnodes > 1 else ""
         names = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-        self.relay.emit(f"{names}{of}; what each says: {self.relay.folder}/workerlog.N")
+        self.relay.emit(f"{names}{of}; output of each: {self.relay.folder}/workerlog.N")
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         """torch restarts us: after a failure, or because a machine that was away is waiting to join."""

@@ -41,7 +41,7 @@ def report(cfg: RunConfig) -> int:
     keys = _device_keys(cfg.train.device)
     ok = True
     for key in keys:
-        ok &= _one(key, device_entry(key), asked=cfg.train.device != AUTO)
+        ok &= _one(key, device_entry(key), requested=cfg.train.device != AUTO)
     return 0 if ok else 1
 
 

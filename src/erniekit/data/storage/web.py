@@ -34,17 +34,17 @@ class WebFile(StoredFile):
         return public(self.url)
 
     def open(self) -> io.BufferedReader:
-        self._headers()
+        self._read_headers()
         return io.BufferedReader(_WebStream(self), _BUFFER)
 
     def size(self) -> int:
-        text = self._headers().get("Content-Length") or ""
+        text = self._read_headers().get("Content-Length") or ""
         return int(text) if _DIGITS.fullmatch(text) else 0  # 0: not known
 
     def stamp(self) -> Any:
         """Version headers of the file, from a new request."""
         self._headers = None
-        headers = self._headers()
+        headers = self._read_headers()
         return headers.get("ETag"), headers.get("Last-Modified"), headers.get("Content-Length")
 
     def identity(self) -> tuple[str, int]:
@@ -57,11 +57,11 @@ class WebFile(StoredFile):
 
     def version(self) -> str | None:
         """For If-Range: a file that was replaced is not continued in its middle."""
-        headers = self._headers()
+        headers = self._read_headers()
         tag = headers.get("ETag")
         return tag if tag and not tag.startswith("W/") else headers.get("Last-Modified")
 
-    def _headers(self) -> Any:
+    def _read_headers(self) -> Any:
         if self._headers is None:
             try:
                 self._headers = _headers_of(self.url)
