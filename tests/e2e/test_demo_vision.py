@@ -1,4 +1,4 @@
-"""`erniekit demo vision`: a tiny model that sees, from nothing to right answers about pictures it has not seen."""
+"""`erniekit demo vision`: a tiny vision model, from nothing to right answers about pictures it has not seen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that sees, behind `erniekit server`: pictures and videos as data: URLs, limits, and others meanwhile."""
+"""A vision model, behind `erniekit server`: pictures and videos as data: URLs, limits, and others meanwhile."""
 
 from __future__ import annotations
 

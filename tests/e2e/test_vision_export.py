@@ -1,4 +1,4 @@
-"""A tuned model that sees, through the command line: adapters merged, the release layout with the ids servers need,
+"""A tuned vision model, through the command line: adapters merged, the release layout with the ids servers need,
 processor files untouched; what cannot be written is refused by name."""
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ DATA = Path(__file__).resolve().parents[1] / "data"
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The recorded model that sees, its tokenizer, and rows with pictures."""
+    """The recorded vision-language model, its tokenizer, and rows with pictures."""
     folder = tmp_path_factory.mktemp("seeing")
     shutil.copytree(DATA / "paddle-vl" / "vl_hf", folder / "model")
     shutil.copytree(DATA / "paddle-vl" / "tokenizer", folder / "model", dirs_exist_ok=True)
