@@ -31,9 +31,9 @@ def help_lines(args: list[str]) -> list[str]:
     """The lines for `help [COMMAND] [all | SECTION | KEY]`; the keys are imported only when they are shown."""
     if not args:
         return _overview()
-    word, *rest = args if args[0] in COMMANDS else ["train", *args]
+    command, *rest = args if args[0] in COMMANDS else ["train", *args]
     if not rest:
-        return _of_command(word)
+        return _of_command(command)
     from erniekit.config.sections import SECTIONS
 
     if rest[0] == "all":

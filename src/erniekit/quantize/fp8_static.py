@@ -70,7 +70,7 @@ def write_static(
         if tokenizer is not None:
             copy_side_files(tokenizer, folder, TOKENIZER_FILES)
         write_weights(folder, source, RECIPE, _parts_of(source, scales), max_shard_size)
-        _tell_rotation(folder, scales)
+        _note_rotation(folder, scales)
         written = ModelFolder(folder)
         changed = {f"{name}.weight" for name in scales.layers}
         same_tensors(source, written, changed)
@@ -121,7 +121,7 @@ def _rounded_parts(entry: Entry, weight: torch.Tensor, moe: Any, scales: SavedSc
     return file_parts(entry, grid, each, scheme, torch.tensor([layer.input_scale]))
 
 
-def _tell_rotation(folder: Path, scales: SavedScales) -> None:
+def _note_rotation(folder: Path, scales: SavedScales) -> None:
     """For engines that rotate activations, in compressed-tensors' format."""
     blocks = {layer.block for name, layer in scales.layers.items() if ".experts." not in name}
     if blocks == {0}:

@@ -28,9 +28,9 @@ def open_teacher(plan: RunPlan, tokenizer: Tokenizer) -> Found:
         found = find_model(str(cfg.distill.teacher_model_name_or_path), hub=cfg.model.download_hub)
     except ErnieKitError as error:  # which of the two models it is
         raise ConfigError(error.what, where=KEY, fix=error.fix) from error
-    theirs, ours = found.weights.config, plan.folder.config
-    refuse_score_head(theirs.labels, "distillation", f"{KEY}: {found.describe()}")
-    if theirs.vision is not None or ours.vision is not None:
+    teacher, student = found.weights.config, plan.folder.config
+    refuse_score_head(teacher.labels, "distillation", f"{KEY}: {found.describe()}")
+    if teacher.vision is not None or student.vision is not None:
         raise ConfigError(
             "distillation is of text models", where=cfg.origin(KEY), fix="leave teacher_model_name_or_path out"
         )
@@ -40,9 +40,9 @@ def open_teacher(plan: RunPlan, tokenizer: Tokenizer) -> Found:
             where=f"{cfg.origin(KEY)} and num_nextn_predict_layers",
             fix="num_nextn_predict_layers: 0",
         )
-    if theirs.vocab_size != ours.vocab_size:
+    if teacher.vocab_size != student.vocab_size:
         raise ConfigError(
-            f"the teacher has {theirs.vocab_size:,} tokens, the model {ours.vocab_size:,}",
+            f"the teacher has {teacher.vocab_size:,} tokens, the model {student.vocab_size:,}",
             where=f"{KEY}: {found.weights.path}",
             fix="take a teacher of the same family: both must have one vocabulary",
         )
@@ -55,13 +55,13 @@ def _same_tokens(found: Found, tokenizer: Tokenizer) -> None:
         return  # nothing to compare: the size of the vocabulary is the same
     other = found.tokenizer()
     ids = range(min(len(other), len(tokenizer)))
-    own_tokens, theirs = tokenizer.pieces(ids), other.pieces(ids)
-    apart = next((i for i in ids if own_tokens[i] != theirs[i]), None)
+    own, teacher = tokenizer.pieces(ids), other.pieces(ids)
+    apart = next((i for i in ids if own[i] != teacher[i]), None)
     if apart is None and len(other) == len(tokenizer):
         return
     what = f"they have {len(other):,} and {len(tokenizer):,} tokens"
     if apart is not None:
-        what = f"token {apart} is {theirs[apart]!r} there and {own_tokens[apart]!r} here"
+        what = f"token {apart} is {teacher[apart]!r} there and {own[apart]!r} here"
     raise ConfigError(
         f"the teacher's tokenizer is another one: {what}",
         where=f"{KEY}: {found.weights.path}",

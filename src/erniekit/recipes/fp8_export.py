@@ -42,13 +42,13 @@ def export_fp8(cfg: RunConfig) -> RunResult:
     tokenizer = (named_tokenizer(cfg) or source) if cfg.export.copy_tokenizer else None
     shards = cfg.export.max_shard_size
     proof = write_static(folder, scales, out, tokenizer=tokenizer, max_shard_size=shards, probe=probe)
-    _tell(proof, out, bool(plan.adapters))
+    _print_result(proof, out, bool(plan.adapters))
     command = typed("chat", out)
     emit(paint(f"next     {command}", "bold"))
     return RunResult(out, next_commands=[command])
 
 
-def _tell(proof: StaticProof | None, out: Path, merged: bool) -> None:
+def _print_result(proof: StaticProof | None, out: Path, merged: bool) -> None:
     if proof is not None:
         emit(f"checked  FP8 logits within {proof.difference:.1e} of training's (allowed {proof.allowed:.1e})")
         if proof.difference > proof.allowed:

@@ -155,8 +155,8 @@ def open_rows(cfg: RunConfig, part: str, tokenizer: Tokenizer, output: Path | No
         cache_dir=d.cache_dir,
     )
     by_prefix = {files.prefix: report for files, report in zip(corpora, reports)}
-    told = zip(rows.sources, rows.lines())
-    return DocumentSplit(rows, [Documents(source, _report(source, line, by_prefix)) for source, line in told])
+    described = zip(rows.sources, rows.lines())
+    return DocumentSplit(rows, [Documents(source, _report(source, line, by_prefix)) for source, line in described])
 
 
 def _index(

@@ -100,7 +100,7 @@ def _described(name: str, everyone: Sequence[tuple[str, Mapping[str, str]]], lea
     held = {value: [r for r, (_, there) in enumerate(everyone) if there.get(name) == value] for value in values}
     nodes = [[r for r in range(len(everyone)) if _node(r, leaders) == k] for k in range(len(leaders))]
 
-    def who(ranks: list[int]) -> str:
+    def ranks_named(ranks: list[int]) -> str:
         whole = [k for k, node in enumerate(nodes) if set(node) <= set(ranks)]
         if sum(len(nodes[k]) for k in whole) < len(ranks):  # ranks of one node differ
             return _listed("rank", ranks)
@@ -111,7 +111,7 @@ def _described(name: str, everyone: Sequence[tuple[str, Mapping[str, str]]], lea
         shown = content_letters(values)
     else:
         shown = {value: _shown(value, [v for v in values if v != value]) for value in values}
-    return f"{name}: " + ", ".join(f"{shown[value]} on {who(ranks)}" for value, ranks in held.items())
+    return f"{name}: " + ", ".join(f"{shown[value]} on {ranks_named(ranks)}" for value, ranks in held.items())
 
 
 def _shown(value: str | None, others: Iterable[str | None]) -> str:

@@ -124,7 +124,7 @@ class Client:
         try:
             yield from self._answer(body, into)
         except NoAnswer as error:
-            if into.text or into.thought or "max_tokens" not in body or not _lacks_room(error):
+            if into.text or into.thought or "max_tokens" not in body or not _exceeds_context(error):
                 raise
             # Many servers refuse a longest answer for which the rest of the context is too short. It is a limit, not
             # a request for that many tokens: without it the context is the limit.
@@ -240,8 +240,8 @@ class Client:
 _THREE_LINES = re.compile(r"error: (.+)\nwhere: (.+)\nfix: +(.+)")
 
 
-def _lacks_room(error: NoAnswer) -> bool:
-    return error.status == 400 and any(word in error.what.lower() for word in ("context", "max_tokens", "too long"))
+def _exceeds_context(error: NoAnswer) -> bool:
+    return error.status == 400 and any(phrase in error.what.lower() for phrase in ("context", "max_tokens", "too long"))
 
 
 def _deltas(event: Mapping[str, Any], parser: OutputParser, into: ChatAnswer) -> Iterator[Delta]:

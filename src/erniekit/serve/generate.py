@@ -64,14 +64,14 @@ class Generator:
         """Whole characters go to `on_text` as they come. Ctrl-C ends the answer and keeps the text so far."""
         from transformers import GenerationConfig, LogitsProcessorList
 
-        room = min(sampling.max_model_len, self.max_positions) - len(prompt)
-        if room < 1:
+        available = min(sampling.max_model_len, self.max_positions) - len(prompt)
+        if available < 1:
             raise DataError(
-                f"the conversation is {len(prompt)} tokens long; {len(prompt) + room} is the limit",
+                f"the conversation is {len(prompt)} tokens long; {len(prompt) + available} is the limit",
                 where="max_model_len" if sampling.max_model_len <= self.max_positions else "the model's positions",
                 fix="ask with less text, or raise max_model_len (a model's own positions are its end)",
             )
-        limit = min(sampling.max_new_tokens, room)
+        limit = min(sampling.max_new_tokens, available)
         chances = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         settings = GenerationConfig(
             max_new_tokens=limit,

@@ -297,10 +297,10 @@ def too_long(request: AnyRequest | GenerationRequest, served: ServedModel, has: 
 def _make_job(
     request: GenerationRequest, prompt: list[int], served: ServedModel, defaults: SamplingDefaults, logprobs: int | None
 ) -> GenerationJob:
-    room, most = served.longest - len(prompt), _max_tokens(request)
-    if room < (most or 1):
+    available, most = served.longest - len(prompt), _max_tokens(request)
+    if available < (most or 1):
         raise too_long(request, served, str(len(prompt)))
-    limit = most or min(defaults.max_tokens, room)
+    limit = most or min(defaults.max_tokens, available)
 
     def given_or_default(name: str) -> Any:
         given = getattr(request, name)

@@ -64,7 +64,7 @@ def test_a_holder_that_works_is_waited_for_and_one_that_stands_still_is_not(
     clock = Waiting()
     monkeypatch.setattr(cache_lock, "time", clock)
     monkeypatch.setattr(cache_lock, "STALLED_S", 1.5)
-    monkeypatch.setattr(cache_lock, "FIRST_WORD_S", 0.3)
+    monkeypatch.setattr(cache_lock, "FIRST_NOTE_S", 0.3)
     beats: list[int] = []
     outcome: list[object] = []
     said: list[str] = []

@@ -47,7 +47,7 @@ def type_in(live: Live, typed: str, **more: object) -> str:
     output = io.StringIO()
     assert converse(talk_to(live, **more), "talker", io.StringIO(typed), output) == 0
     opened, rest = output.getvalue().split("\n", 1)
-    assert opened == f"talker; {chat_module.WORDS}"
+    assert opened == f"talker; {chat_module.HINT}"
     return rest
 
 

@@ -157,7 +157,7 @@ def test_the_command_talks_through_a_pipe(talker):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    assert f"loading {talker}\n{talker}, float32 on cpu; {chat_module.WORDS}\n" in done.stdout
+    assert f"loading {talker}\n{talker}, float32 on cpu; {chat_module.HINT}\n" in done.stdout
     assert "Assistant: 你好 😀!" in done.stdout
     assert done.stderr == ""
 

@@ -25,7 +25,7 @@ from erniekit.files import refuse_special
 
 MAX_BYTES = 200_000  # a launch script is a few kilobytes
 # Commands of a script that have nothing to do with the run, and why each is left out.
-ASIDE = {
+OTHER_PROGRAMS = {
     "rm": "nothing is deleted for you: a run resumes in its output_dir or refuses a folder that is not its own",
     "mkdir": "folders are made as needed",
     "tee": "the log is in output_dir and log_dir",
@@ -156,7 +156,7 @@ def _left_out(statement: Statement, place: str, secrets: Secrets) -> Iterator[Re
     if program in ("bash", "sh") and len(statement.words) > 1:
         yield Remark("no counterpart", place, text, "another script; give it to erniekit migrate as well")
     elif program not in ("set", "echo", "fi", "done", "["):
-        yield Remark("dropped", place, text, ASIDE.get(program, "no part of the run"))
+        yield Remark("dropped", place, text, OTHER_PROGRAMS.get(program, "no part of the run"))
 
 
 def _run(launch: Launch, env: dict[str, ShellWord], name: str, before: Sequence[str], secrets: Secrets) -> MigratedRun:

@@ -46,7 +46,7 @@ class Secrets:
         if isinstance(value, Mapping):
             for inner, item in value.items():
                 self.add(str(inner), item)
-        elif isinstance(value, str) and is_secret(name) and _is_telling(value):
+        elif isinstance(value, str) and is_secret(name) and _is_distinctive(value):
             self.values.add(value)
 
     def add_arguments(self, arguments: Sequence[str]) -> None:
@@ -72,6 +72,6 @@ class Secrets:
         return isinstance(value, Iterable) and any(self.in_value(item) for item in value)
 
 
-def _is_telling(value: str) -> bool:
+def _is_distinctive(value: str) -> bool:
     plain = value.lower() in ("true", "false") or re.fullmatch(r"[\d.,]+|\$\w*|\$[{(].*[})]|`.*`", value)
     return len(value) >= _SHORTEST and not plain

@@ -43,7 +43,7 @@ def _files_agree(run: View, side: str) -> Iterator[Note]:
         raise ConfigError(f"every {prob} is 0", where=run.origin(prob), fix="give at least one file a share")
 
 
-def buckets_are_a_word_or_lengths(run: View) -> Iterator[Note]:
+def buckets_are_a_mode_or_lengths(run: View) -> Iterator[Note]:
     same = {"true": "on", "false": "off"}  # YAML's own names of on and off
     values = tuple(same.get(value.lower(), value.lower()) for value in run["length_buckets"])
     values = values or ("off",)

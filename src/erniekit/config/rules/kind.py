@@ -73,7 +73,7 @@ def erniekit_documents_see_each_other(run: View) -> Iterator[Note]:
         yield from run.set("use_global_causal_attn", True, "compat is erniekit: no masks between documents")
 
 
-def lora_word_means_fine_tuning(run: View) -> Iterator[Note]:
+def lora_value_means_fine_tuning(run: View) -> Iterator[Note]:
     if run.wins("lora", "fine_tuning"):
         kind = "LoRA" if run["lora"] else "Full"
         yield from run.set("fine_tuning", kind, f"lora is {run['lora']}: {run.origin('lora')}")
@@ -131,7 +131,7 @@ def fp8_brings_its_optimiser(run: View) -> Iterator[Note]:
         yield from run.set("optim", "adamw", "adamw keeps fp32 weights and bf16 moments in host memory itself")
 
 
-def fp8_is_asked_for_once(run: View) -> Iterator[Note]:
+def fp8_is_set_once(run: View) -> Iterator[Note]:
     """One way of rounding products a run."""
     static, blocks = run["compute_type"] == "fp8", run["use_fp8"]
     if static and blocks:

@@ -84,12 +84,12 @@ def preference(row: Any, compat: bool, field: str = "messages", reader: MessageR
             check_order(messages, [f"{name}[{i}]" for i in range(len(messages))], name, reader.role_key)
         prompt, chosen, rejected = common(*answers.values())
     else:
-        asked = field if row.get(field) is not None else "prompt"
-        require(row, asked)
-        known.add(asked)
-        given = listed(row[asked], asked)
-        prompt = reader.read_all(given if isinstance(given, list) else [user_message(given)], asked)
-        places = [f"{asked}[{i}]" for i in range(len(prompt))]
+        prompt_field = field if row.get(field) is not None else "prompt"
+        require(row, prompt_field)
+        known.add(prompt_field)
+        given = listed(row[prompt_field], prompt_field)
+        prompt = reader.read_all(given if isinstance(given, list) else [user_message(given)], prompt_field)
+        places = [f"{prompt_field}[{i}]" for i in range(len(prompt))]
         for name, messages in answers.items():
             order = places + [f"{name}[{i}]" for i in range(len(messages))]
             check_order([*prompt, *messages], order, name, reader.role_key)

@@ -52,14 +52,14 @@ class PagedCache:
         return -(-length // self.size)
 
     @property
-    def room(self) -> int:
+    def free_blocks(self) -> int:
         """Blocks that can be had."""
         return len(self._free) + len(self._kept)
 
     def grow(self, table: list[int], length: int) -> bool:
         """Blocks for `length` positions put into `table`; False, and nothing taken, when there are too few."""
         missing = self.blocks_for(length) - len(table)
-        if missing > self.room:
+        if missing > self.free_blocks:
             return False
         for _ in range(missing):
             if self._free:
@@ -111,7 +111,7 @@ class PagedCache:
 
     @property
     def used(self) -> float:
-        return 1 - self.room / self.blocks
+        return 1 - self.free_blocks / self.blocks
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:

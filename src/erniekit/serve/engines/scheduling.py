@@ -59,7 +59,7 @@ class SequenceScheduler:
         for run in sorted(in_turn(open_ends), key=lambda run: run.length - run.cached > 1):
             todo = run.length - run.cached
             count = steps if run.placed else todo if todo == 1 else min(todo, budget)
-            if run in self._running and count > 0 and self._room(run, run.cached + count, ends):
+            if run in self._running and count > 0 and self._reserve_blocks(run, run.cached + count, ends):
                 ends[run] = run.cached + count
                 budget -= 0 if run.placed else count
         return [
@@ -77,7 +77,7 @@ class SequenceScheduler:
 
     def _admit(self, new: RunningSequence) -> bool:
         """Whether it can run now. Those of clients and requests that hold more than their share wait again for it."""
-        left, free, blocks = list(self._running), self.cache.room, self.cache.blocks_for(len(new.ids))
+        left, free, blocks = list(self._running), self.cache.free_blocks, self.cache.blocks_for(len(new.ids))
         # One block is reserved for each that runs: a sequence evicted right after its prompt computed for nothing.
         while left and (len(left) >= self.limits.sequences or blocks + len(left) > free):
             victim = over_share(new, left)
@@ -91,7 +91,7 @@ class SequenceScheduler:
             self._put_back(victim)
         return True
 
-    def _room(self, run: RunningSequence, length: int, planned: dict[RunningSequence, int]) -> bool:
+    def _reserve_blocks(self, run: RunningSequence, length: int, planned: dict[RunningSequence, int]) -> bool:
         """Blocks for a sequence; others wait again if there are none."""
         while not self.cache.grow(run.table, length):
             victim = youngest_of_largest(self._running)
