@@ -89,7 +89,7 @@ def test_a_copy_without_rows_is_warned_of(tmp_path: Path, capsys) -> None:
 
 def test_a_call_that_asks_for_nothing_is_refused(files) -> None:
     train, _, output = files
-    with pytest.raises(ConfigError, match="nothing to clean"):
+    with pytest.raises(ConfigError, match="no cleaning step"):
         clean_command([train, "--output", str(output)])
     with pytest.raises(ConfigError, match=r"\.jsonl"):
         clean_command([train, "--output", "copy.csv", "--dedup"])

@@ -173,7 +173,7 @@ def test_the_key_goes_with_every_request_and_nowhere_else(other):
     ("status", "body", "what", "fix"),
     [
         (401, {"error": {"message": "an API key is needed"}}, "an API key is needed", "ERNIEKIT_API_KEY"),
-        (429, {"error": {"message": "busy"}}, "busy", "ask again"),
+        (429, {"error": {"message": "busy"}}, "busy", "retry"),
         (400, {"object": "error", "message": "too\nhot"}, "too hot", "clear"),
         (422, {"detail": "no such field"}, "no such field", "clear"),
         (500, b"<html>", "status 500", "clear"),
@@ -244,7 +244,7 @@ def test_a_silent_server_is_not_waited_for_for_ever():
 
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         client = Client(Address("127.0.0.1", deaf.getsockname()[1]), timeout=0.1)
-        with pytest.raises(NoAnswer, match=r"said nothing for 0\.1 s") as caught:
+        with pytest.raises(NoAnswer, match=r"sent nothing for 0\.1 s") as caught:
             client.choose_model()
     assert caught.value.fix == "raise request_timeout"
 
