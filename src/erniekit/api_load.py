@@ -18,7 +18,7 @@ from erniekit.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from erniekit.errors import CheckpointError, ConfigError
 from erniekit.export.source import find_source
 from erniekit.files.tokenizer_names import TOKENIZER_FILES
-from erniekit.log import say
+from erniekit.log import emit
 from erniekit.lora.adapter import attach, places
 from erniekit.lora.adapter_files import is_adapter, read_adapter
 from erniekit.lora.base import check_model, find_base
@@ -71,7 +71,7 @@ class Found:
         if kinds := sorted({f"{w.scheme.format}, {w.scheme.bits} bits" for w in self.weights.quantised.values()}):
             static = any(w.scheme.static_inputs for w in self.weights.quantised.values())
             how = "computed as an FP8 engine does" if static else "dequantised as they are read"
-            say(f"weights  quantised ({'; '.join(kinds)}), {how}")
+            emit(f"weights  quantised ({'; '.join(kinds)}), {how}")
         meta, adapter, only = self.weights.meta(), None, None
         if self.adapter is not None:
             adapter = read_adapter(self.adapter, meta)

@@ -38,7 +38,7 @@ def each(items: Iterable[Item]) -> Iterator[Item]:
 
 
 @contextmanager
-def heard_by(listener: Callable[[], None]) -> Iterator[None]:
+def listening(listener: Callable[[], None]) -> Iterator[None]:
     """While the block runs, `listener()` is called at every beat of this thread."""
     entry = (threading.get_ident(), listener)
     _listeners.append(entry)

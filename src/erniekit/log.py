@@ -34,7 +34,7 @@ def paint(text: str, *styles: str, on: bool | None = None) -> str:
     return f"\x1b[{';'.join(_CODES[s] for s in styles)}m{text}\x1b[0m"
 
 
-def say(text: str = "", own_address: str = "") -> None:
+def emit(text: str = "", own_address: str = "") -> None:
     """own_address: printed after the text as it is, with the token that lets the user in."""
     if is_main_rank():
         print(plain_lines(text) + own_address, file=stream(), flush=True)

@@ -76,7 +76,7 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def words_of(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """The readable message of a library's error, without classes, addresses or objects of its code, so that the same
     fault reads the same each time. Empty where nothing else is left."""
     if isinstance(error, _OF_CODE):

@@ -1,4 +1,4 @@
-"""On one NVIDIA card: frames in one packed call against their definition, and a model that sees in 16 bit, compiled or
+"""On one NVIDIA card: frames in one packed call against their definition, and a vision model in 16 bit, compiled or
 not, against the same on the CPU."""
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def test_every_rank_has_its_log_and_rank_0_the_screen(ranks: Callable, tmp_path:
     assert code == 0
     assert out == "rank 0 of 2, attempt 0\n"
     # the launcher and its ranks write to the screen as they come
-    assert sorted(err.splitlines()) == ["hello", f"ranks 0 to 1; what each says: {tmp_path}/logs/workerlog.N"]
+    assert sorted(err.splitlines()) == ["hello", f"ranks 0 to 1; output of each: {tmp_path}/logs/workerlog.N"]
     assert (tmp_path / "logs" / "workerlog.1").read_text() == "rank 1 of 2, attempt 0\nhello\n"
 
 

@@ -135,7 +135,7 @@ def silences(output: str, slow: float) -> float:
     held = {f"{n}/exp_avg": sharding.local(n, rank, value_of(n)) for n in SHAPES if sharding.boxes(n, rank)}
     gather.Exchange._write_own = slowly  # type: ignore[method-assign]
     try:
-        with heartbeat.heard_by(lambda: heard.append(time.monotonic())):
+        with heartbeat.listening(lambda: heard.append(time.monotonic())):
             saves.save(1, {"moments": held}, write, final=True)
     finally:
         gather.Exchange._write_own = own  # type: ignore[method-assign]

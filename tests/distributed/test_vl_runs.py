@@ -1,4 +1,4 @@
-"""`erniekit train` of a model that sees, on many ranks as on one: losses, checkpoints, and runs that go on elsewhere.
+"""`erniekit train` of a vision model, on many ranks as on one: losses, checkpoints, and runs that go on elsewhere.
 
 Real runs of `stage: VL-SFT` on gloo ranks with the recorded tiny ERNIE-4.5-VL. Rows with a picture and rows of text
 take turns, so that with two data ranks the second reads text alone.

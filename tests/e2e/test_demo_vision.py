@@ -1,4 +1,4 @@
-"""`erniekit demo vision`: a tiny model that sees, from nothing to right answers about pictures it has not seen."""
+"""`erniekit demo vision`: a tiny vision model, from nothing to right answers about pictures it has not seen."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from erniekit.cli.main import main
 from erniekit.demo import shapes
 from erniekit.demo.folder import take_folder
-from erniekit.demo.tiny_vision import make_tiny_seeing
+from erniekit.demo.tiny_vision import make_tiny_vision
 from erniekit.errors import ErnieKitError
 from erniekit.recipes import demo_vision
 from erniekit.recipes.demo_proofs import losses
@@ -19,7 +19,7 @@ from erniekit.recipes.demo_proofs import losses
 def test_a_few_steps_lower_the_loss_and_it_answers_with_words(tmp_path: Path) -> None:
     root = take_folder(tmp_path / "demo")
     recipe = demo_vision.write_data(root, pictures=64, steps=12)
-    make_tiny_seeing(root / "model")
+    make_tiny_vision(root / "model")
     demo_vision.train(recipe, root, 12)
     with demo_vision.asking(recipe, root / "sft") as answer:
         scenes = shapes.scenes(1, seed=2)

@@ -9,7 +9,7 @@ import pytest
 
 from erniekit.config import load
 from erniekit.demo.tiny import make_tiny_model
-from erniekit.serve.chat import ChatSession, ask, connect, request_fields
+from erniekit.serve.chat import ChatSession, answer_prompt, connect, request_fields
 from support.seeing import seeing_folder
 
 # Recipe -> the family of the tiny model, and the kinds of weights that are left of the mix there.
@@ -33,5 +33,5 @@ def test_a_recipe_packs_its_model_and_answers(name: str, root: Path, tmp_path: P
     said = io.StringIO()
     with connect(cfg, io.StringIO()) as (client, about):
         assert f"packed as wint4/8 when read: {kinds}" in about
-        assert ask(ChatSession(client, request_fields(cfg)), "Who are you?", said, io.StringIO()) == 0
+        assert answer_prompt(ChatSession(client, request_fields(cfg)), "Who are you?", said, io.StringIO()) == 0
     assert said.getvalue().strip()

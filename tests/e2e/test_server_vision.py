@@ -1,4 +1,4 @@
-"""A model that sees, behind `erniekit server`: pictures and videos as data: URLs, limits, and others meanwhile."""
+"""A vision model, behind `erniekit server`: pictures and videos as data: URLs, limits, and others meanwhile."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_the_terminal_shows_a_picture_with_a_question(server, tmp_path):
     )  # fmt: skip
     assert "picture a.png (" in done.stdout
     assert "goes with the next question" in done.stdout
-    asked = [int(line.split("[")[-1].split()[0]) for line in done.stdout.splitlines() if "tokens asked" in line]
+    asked = [int(line.split("[")[-1].split()[0]) for line in done.stdout.splitlines() if "prompt tokens" in line]
     assert len(asked) == 2
     assert asked[1] > asked[0] + 12, "the history keeps the first picture"
     assert "gone.png" in done.stdout
@@ -222,7 +222,7 @@ def test_a_text_model_refuses_pictures_by_its_name(paddle: Path, tmp_path: Path)
         body = {"messages": [user(picture(inline("a.png")), "?")]}
         told: httpx.Response = live.post("/v1/chat/completions", body)
         assert told.status_code == 400
-        assert told.json()["error"]["message"].startswith("error: words takes text only: it does not see images")
+        assert told.json()["error"]["message"].startswith("error: words takes text only, no images")
     finally:
         live.close()
 

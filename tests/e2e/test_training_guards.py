@@ -117,7 +117,7 @@ def test_an_unknown_metric_for_the_best_model_ends_the_command_before_anything_i
     words += ["eval_dataset_path=no.jsonl", "evaluation_strategy=steps", "eval_steps=1", "early_stopping_patience=1"]
     assert main(["train", *words, "metric_for_best_model=eval_los"]) == 2
     said = capsys.readouterr().err
-    assert "an evaluation of SFT tells loss, ppl" in said
+    assert "an evaluation of SFT reports loss, ppl" in said
     assert "did you mean loss?" in said
     assert not (tmp_path / "out").exists()
 

@@ -1,4 +1,4 @@
-"""A tuned model that sees, through the command line: adapters merged, the release layout with the ids servers need,
+"""A tuned vision model, through the command line: adapters merged, the release layout with the ids servers need,
 processor files untouched; what cannot be written is refused by name."""
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def test_a_merged_adapter_answers_pictures_as_base_and_adapter_do_in_the_layout_
 
 @pytest.mark.parametrize(
     ("words", "told"),
-    [(["quantize", "{base}", "quant=w8a16", "output_dir={out}"], "a model that sees"),
+    [(["quantize", "{base}", "quant=w8a16", "output_dir={out}"], "a vision-language model"),
      (["export", "{base}", "format=gguf"], "llama.cpp cannot compute this model")],
 )  # fmt: skip
 def test_formats_without_pictures_are_refused_by_name(base, tmp_path, capsys, words, told):

@@ -31,7 +31,7 @@ DATA = Path(__file__).resolve().parents[1] / "data"
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The recorded model that sees, its tokenizer, and rows with pictures."""
+    """The recorded vision-language model, its tokenizer, and rows with pictures."""
     folder = tmp_path_factory.mktemp("seeing")
     shutil.copytree(DATA / "paddle-vl" / "vl_hf", folder / "model")
     shutil.copytree(DATA / "paddle-vl" / "tokenizer", folder / "model", dirs_exist_ok=True)
@@ -74,7 +74,7 @@ def live(run: Callable[..., Path]) -> Path:
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Keys of media whose pixels were asked for after the doctor's batch."""
     names: list[str] = []
-    plain = MediaPool.ask
+    plain = MediaPool.run
 
     def ask(self, work, name, limits=None):
         if isinstance(work, ReadPatches) and not work.check:
@@ -88,7 +88,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.clear()
         return made
 
-    monkeypatch.setattr(MediaPool, "ask", ask)
+    monkeypatch.setattr(MediaPool, "run", ask)
     monkeypatch.setattr(TrainData, "first_batch", first_batch)
     return names
 

@@ -1,4 +1,4 @@
-"""`erniekit train` on text alone with a model that sees: all weights or adapters, its checks, its files, a resume."""
+"""`erniekit train` on text alone with a vision model: all weights or adapters, its checks, its files, a resume."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def opened(values: dict[str, object]) -> list[Path]:
         named = pretrain._listed(str(values["data_filelist"]))
         weights = Path(str(values.get("data_weights") or os.devnull))
     else:
-        named, weights = pretrain._words(str(values.get("input_dir") or ""))[0], Path(os.devnull)
+        named, weights = pretrain._weighted_names(str(values.get("input_dir") or ""))[0], Path(os.devnull)
     prefixes = [prefix for name in named for prefix in mmap_files.find(name)]
     files = [Path(prefix + suffix) for prefix in prefixes for pair in mmap_files.SUFFIXES.values() for suffix in pair]
     return [Path(os.path.realpath(path)) for path in (*files, weights) if path.is_file()]
@@ -182,7 +182,9 @@ def test_the_reader_of_a_run_finds_nothing_outside_in_whatever_the_page_lets_thr
                     if key == "data_weights":
                         assert not Path(settled).is_file() or roots.holds(Path(os.path.realpath(settled)))
                         continue
-                    named = pretrain._listed(settled) if key == "data_filelist" else pretrain._words(settled)[0]
+                    named = (
+                        pretrain._listed(settled) if key == "data_filelist" else pretrain._weighted_names(settled)[0]
+                    )
                     for name in named:
                         assert roots.holds(Path(os.path.realpath(Path(name).expanduser()))), (key, text, settled)
     assert tried > passed > 20

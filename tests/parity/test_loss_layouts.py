@@ -39,7 +39,7 @@ from erniekit.parallel.step_metrics import StepMetrics
 from erniekit.recipes import STAGES
 from erniekit.recipes.distillation import mix_of
 from erniekit.recipes.dpo import sum_over_cp
-from erniekit.recipes.generation_eval import twin_of
+from erniekit.recipes.generation_eval import plain_copy
 from erniekit.recipes.kto import Baseline
 from erniekit.recipes.reference import Reference
 from erniekit.serve.batch_generation import generate_greedily
@@ -272,7 +272,7 @@ def generate(axes: dict[str, Any], lora: bool) -> list[list[int]]:
         device=pick("cpu"), parameters=parameters,
     )  # fmt: skip
     before = {name: local(p.detach()).clone() for name, p in parameters()}
-    twin = twin_of(built)
+    twin = plain_copy(built)
     prompts = [(3, 5, 7), (11, 2), (9, 9, 9, 9), (30,)]
     options: dict[str, Any] = dict(stop_ids=frozenset(), vocab=61, max_tokens=6)
     made = generate_greedily(twin, shape, prompts, device=pick("cpu"), dtype=torch.float32, **options)

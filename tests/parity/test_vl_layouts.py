@@ -1,4 +1,4 @@
-"""A model that sees answers and learns on many ranks as on one, though some of them read text alone.
+"""A vision-language model answers and learns on many ranks as on one, though some of them read text alone.
 
 Ten steps of real training of a tiny ERNIE-4.5-VL in each layout, against the same in one process. With two data ranks
 every picture is read by the first of them.

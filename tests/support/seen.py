@@ -16,7 +16,7 @@ from erniekit.data.media.frames import FrameRules
 from erniekit.data.media.limits import MediaLimits
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.data.vision.rules import VisionRules
-from erniekit.data.vision.said import GivenMedium
+from erniekit.data.vision.vision_row import GivenMedium
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "paddle-vl"
 MEDIA = FOLDER / "media"

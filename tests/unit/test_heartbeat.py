@@ -11,7 +11,7 @@ from support.clock import until
 
 def test_a_listener_hears_its_own_thread_alone_and_only_while_it_listens() -> None:
     heard: list[int] = []
-    with heartbeat.heard_by(lambda: heard.append(1)):
+    with heartbeat.listening(lambda: heard.append(1)):
         other = threading.Thread(target=heartbeat.beat)
         other.start()
         other.join()
@@ -39,7 +39,7 @@ def test_waiting_for_a_thread_goes_on_as_long_as_it_makes_progress() -> None:
 
     thread = threading.Thread(target=work)
     thread.start()
-    with heartbeat.heard_by(lambda: heard.append(1)):
+    with heartbeat.listening(lambda: heard.append(1)):
         heartbeat.join(thread, every=0.02)
     assert not thread.is_alive()
     first, last = by_then

@@ -7,7 +7,7 @@ import pytest
 from erniekit.data.inspect import data_command
 from erniekit.data.types import RowProblem
 from erniekit.errors import DataError
-from erniekit.log import paint, say, warn
+from erniekit.log import emit, paint, warn
 from erniekit.printable import plain, public
 from support.jsonl import write_jsonl
 
@@ -30,7 +30,7 @@ def test_what_a_terminal_would_obey_is_escaped_and_a_long_text_loses_its_middle(
 def test_errors_rows_and_lines_are_plain_and_keep_our_own_lines_and_colours(capsys: pytest.CaptureFixture[str]) -> None:
     error = DataError(HOSTILE, where=f"one\n{HOSTILE}", fix="/" * 5000)
     problem = RowProblem("a.jsonl", 1, "missing_media", f"{HOSTILE}\n" * 1000)
-    say(f"{paint('file', 'bold', on=True)}: {HOSTILE}\n  next line")
+    emit(f"{paint('file', 'bold', on=True)}: {HOSTILE}\n  next line")
     warn(HOSTILE)
     told = capsys.readouterr()
     assert told.out.startswith("\x1b[1mfile\x1b[0m: media/\\x1b[2J")

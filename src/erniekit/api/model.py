@@ -23,7 +23,7 @@ from erniekit.serve.folder import stop_ids
 from erniekit.serve.shared_weights import second_tree
 from erniekit.serve.text_engine import NAME, TextAnswer, TextEngine
 
-LENGTH = 2048  # tokens that the engine makes room for, for each answer, until a longer one is asked for
+LENGTH = 2048  # tokens the engine allocates for each answer, until a longer one is requested
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
@@ -37,7 +37,7 @@ class Generation:
     prompt_tokens: int = 0
     reasoning: str = ""  # what a thinking model thought before it answered
     tool_calls: list[dict[str, Any]] = field(default_factory=list)  # in OpenAI's form
-    logprobs: list[float] | None = field(default=None, repr=False)  # of each id, where they were asked for
+    logprobs: list[float] | None = field(default=None, repr=False)  # of each id, where requested
 
 
 class Model:
@@ -131,7 +131,7 @@ class Model:
         max_new_tokens, min_tokens: longest and shortest answer
         temperature, top_p, top_k: how the next token is drawn, as in `erniekit chat`; temperature=0 always takes the
             likeliest
-        repetition_penalty, frequency_penalty, presence_penalty: against tokens that were said
+        repetition_penalty, frequency_penalty, presence_penalty: against tokens already in the text
         stop: a text, or several, that end the answer and are left out of it
         seed: the same answer each time; each prompt of a batch has its own
         stream: an iterator of pieces of text as they come; of (number of the prompt, piece) for a batch
@@ -158,11 +158,11 @@ class Model:
         )  # fmt: skip
         checked = {name: convert(KEYS[name], value, f"generate({name}=...)") for name, value in given.items()}
         limit = checked.pop("max_new_tokens")
-        words = (stop,) if isinstance(stop, str) else tuple(stop)
+        stop_strings = (stop,) if isinstance(stop, str) else tuple(stop)
         answers, jobs = [], []
         for number, one in enumerate(prompts):
             ids, chat = self._ids(one, tools, variables)
-            most = self._room(ids, limit)
+            most = self._answer_limit(ids, limit)
             params = SamplingParams(
                 most,
                 **{**checked, "min_tokens": min(checked["min_tokens"], most)},
@@ -171,7 +171,7 @@ class Model:
             )
             vocab = min(tokenizer.vocab_size, self.config.vocab_size)
             jobs.append(GenerationJob(tuple(ids), NAME, params, self._ends(), vocab))
-            answers.append(TextAnswer(ids, tokenizer, words, chat, bool(tools)))
+            answers.append(TextAnswer(ids, tokenizer, stop_strings, chat, bool(tools)))
         longest = max((len(job.prompt) + job.sampling.max_tokens for job in jobs), default=0)
         engine = self._engine_for(min(max(1, batch_size), max(1, len(jobs))), longest + 1)
         if stream:
@@ -230,15 +230,15 @@ class Model:
             )
         return ids or [tokenizer.eos_id if tokenizer.begin_id is None else tokenizer.begin_id], chat
 
-    def _room(self, ids: list[int], wanted: int) -> int:
-        room = self.config.max_positions - len(ids)
-        if room < 1:
+    def _answer_limit(self, ids: list[int], wanted: int) -> int:
+        available = self.config.max_positions - len(ids)
+        if available < 1:
             raise DataError(
                 f"the prompt is {len(ids)} tokens long; this model takes {self.config.max_positions} with the answer",
                 where="prompt",
                 fix="shorten it",
             )
-        return min(wanted, room)
+        return min(wanted, available)
 
     def _ends(self) -> frozenset[int]:
         tokenizer = self._need_tokenizer()
@@ -268,11 +268,11 @@ def load(
 ) -> Model:
     """Opens a model on this disk: a base, an adapter, a merged export, a checkpoint-N or the output_dir of a run.
 
-    A damaged or incomplete tokenizer is an error; adapters stay beside the weights.
+    A damaged or incomplete tokenizer is an error; adapters stay separate from the weights.
 
     folder: of a base, an adapter, a checkpoint or a run
     dtype: as stored when not given; bf16 and fp32 work as names
-    device: torch's words (cpu, cuda, cuda:1) or a word of the key `device`, such as auto
+    device: torch's name (cpu, cuda, cuda:1) or a value of the key `device`, such as auto
     base: the model an adapter sits on, when the place its config names is gone
     override_base: takes another base than the adapter was trained on
     """
@@ -283,14 +283,14 @@ def _device(given: str | torch.device) -> torch.device:
     try:
         named = torch.device(given)
     except RuntimeError:
-        word = str(given)
+        name = str(given)
     else:
         return _present(named)
-    if word != AUTO and word not in DEVICES and word not in INSTALLED:
+    if name != AUTO and name not in DEVICES and name not in INSTALLED:
         raise ConfigError(
-            f"device {word!r} is not known", where="device", fix=f"cpu, cuda:N, {AUTO}, {', '.join(DEVICES)}"
+            f"device {name!r} is not known", where="device", fix=f"cpu, cuda:N, {AUTO}, {', '.join(DEVICES)}"
         )
-    handle: torch.device = pick(word).handle
+    handle: torch.device = pick(name).handle
     return handle
 
 
@@ -341,5 +341,5 @@ def _stream(engine: TextEngine, jobs: list[GenerationJob], answers: list[TextAns
 
 def _result(answer: TextAnswer, logprobs: bool) -> Generation:
     ids = [token.id for token in answer.tokens]
-    told = [token.logprob or 0.0 for token in answer.tokens] if logprobs else None
-    return Generation(answer.text, ids, answer.finish, len(answer.prompt), answer.reasoning, list(answer.calls), told)
+    values = [token.logprob or 0.0 for token in answer.tokens] if logprobs else None
+    return Generation(answer.text, ids, answer.finish, len(answer.prompt), answer.reasoning, list(answer.calls), values)

@@ -112,7 +112,7 @@ class TrainingRun:
     @property
     def status(self) -> str:
         """running, finished, stopped or failed."""
-        return str(self._story.get("status", ""))
+        return str(self._record.get("status", ""))
 
     @property
     def metrics(self) -> MetricsTable:
@@ -122,7 +122,7 @@ class TrainingRun:
     @property
     def summary(self) -> dict[str, float]:
         """The numbers of the whole run: train_loss, train_runtime, eval_loss, ..."""
-        return dict(self._result.metrics if self._result else self._story.get("metrics") or {})
+        return dict(self._result.metrics if self._result else self._record.get("metrics") or {})
 
     @property
     def steps(self) -> int:
@@ -134,7 +134,7 @@ class TrainingRun:
     @property
     def next_commands(self) -> list[str]:
         """What to type next in a shell."""
-        return list(self._result.next_commands if self._result else self._story.get("next_commands") or [])
+        return list(self._result.next_commands if self._result else self._record.get("next_commands") or [])
 
     @property
     def checkpoints(self) -> list[Path]:
@@ -188,7 +188,7 @@ class TrainingRun:
         return plot
 
     @property
-    def _story(self) -> dict[str, Any]:
+    def _record(self) -> dict[str, Any]:
         return _json(self.output_dir / RUN_FILE)
 
 

@@ -84,7 +84,7 @@ class TextTokenizer(Tokenizer):
 
     @property
     def opening_ids(self) -> list[int]:
-        """What opens a text that is no conversation: ERNIE's sentence token belongs to its chat form alone."""
+        """The ids that begin a text that is no conversation: ERNIE's sentence token belongs to its chat form only."""
         return [] if self.begin_id is None or self.begin_token == BEGIN else [self.begin_id]
 
     @property
@@ -143,27 +143,30 @@ class TextTokenizer(Tokenizer):
         """
         self.check_variables(variables, tools, type(self).apply_chat_template)
         single = bool(conversation) and isinstance(conversation[0], Mapping)
-        talks: list[Any] = [conversation] if single else list(conversation)
-        for talk in talks:
-            check_messages(talk)
-        texts = [prompt_text(talk, self, add_generation_prompt, tools, variables) for talk in talks]
+        chats: list[Any] = [conversation] if single else list(conversation)
+        for messages in chats:
+            check_messages(messages)
+        texts = [prompt_text(messages, self, add_generation_prompt, tools, variables) for messages in chats]
         if not tokenize:
             return texts[0] if single else texts
-        rows = [prompt_ids(talk, self, tools, variables=variables, ask=add_generation_prompt) for talk in talks]
+        rows = [
+            prompt_ids(messages, self, tools, variables=variables, add_generation_prompt=add_generation_prompt)
+            for messages in chats
+        ]
         made = self._padded(rows, single, padding, None, "left" if add_generation_prompt else "right", return_tensors)
         return made if return_dict else made["input_ids"]
 
-    def check_variables(self, variables: Mapping[str, Any], tools: Any, asked: Any) -> None:
-        """Refuses what the chat template does not read: a mistyped setting would do nothing. asked: the function whose
+    def check_variables(self, variables: Mapping[str, Any], tools: Any, function: Any) -> None:
+        """Refuses what the chat template does not read: a mistyped setting would do nothing. function: the one whose
         settings they may have been meant for."""
         template = (self.tool_template if tools else None) or self.chat_template or BUILT_IN
-        known = [name for name in inspect.signature(asked).parameters if name not in ("self", "variables")]
+        known = [name for name in inspect.signature(function).parameters if name not in ("self", "variables")]
         for name in variables:
             if not re.search(rf"\b{re.escape(name)}\b", template):
                 near = nearest(name, known)
                 raise ConfigError(
                     f"{name!r} is neither a setting here nor read by this model's chat template",
-                    where=asked.__name__,
+                    where=function.__name__,
                     fix=f"did you mean {near[0]}?" if near else "settings: " + ", ".join(known),
                 )
 
@@ -204,8 +207,8 @@ _ROLES = ("system", "user", "assistant", "tool")
 
 
 def check_messages(messages: Any) -> None:
-    """Chat templates pass over a role they do not know and a content that is not there: the answer would be to less
-    than was asked."""
+    """Chat templates skip a role they do not know and an absent content: the model would answer less than was
+    asked."""
     for number, message in enumerate(messages if isinstance(messages, Sequence) else [messages]):
         content = message.get("content") if isinstance(message, Mapping) else None
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):

@@ -22,7 +22,7 @@ from erniekit.bench.report import differences, remarks, table
 from erniekit.bench.workloads import WORKLOADS, BenchOptions, Workload, chosen
 from erniekit.errors import ConfigError
 from erniekit.files import OwnedFiles
-from erniekit.log import say
+from erniekit.log import emit
 from erniekit.registry import nearest
 
 STEPS = 8  # timed
@@ -35,7 +35,7 @@ def bench_command(args: list[str]) -> int:
     flags = _parser().parse_args(args)
     if flags.list:
         for work in WORKLOADS.values():
-            say(f"{work.name:<10} {work.about}; peers: {', '.join(work.possible) or '-'}")
+            emit(f"{work.name:<10} {work.about}; peers: {', '.join(work.possible) or '-'}")
         return 0
     out = Path(flags.output_dir).expanduser()
     if flags.calibrate:
@@ -47,8 +47,8 @@ def bench_command(args: list[str]) -> int:
     OwnedFiles(out).claim("bench.json", *results_of)
     results, failed = run_all(work_list, options, out, flags.seconds_limit)
     for line in (*table(results), *remarks(results)) if results else ():
-        say(line)
-    say(f"written to {out / 'bench.json'}")
+        emit(line)
+    emit(f"written to {out / 'bench.json'}")
     wrong = any(not run["parity"]["equal"] for r in results for run in r["runs"] if run.get("parity"))
     return 1 if failed or wrong else 0
 
@@ -65,8 +65,8 @@ def _real(flags: argparse.Namespace, out: Path) -> int:
     with tempfile.TemporaryDirectory() as work:
         results, failed = real.run_real(cases, out, Path(work), dict(more), flags.again)
     for line in real.table(results):
-        say(line)
-    say(f"written to {out / 'real.json'}")
+        emit(line)
+    emit(f"written to {out / 'real.json'}")
     return 1 if failed else 0
 
 
@@ -77,8 +77,8 @@ def _calibrate(out: Path, tiny: bool) -> int:
     found = calibrated(tiny)
     (out / FILE).write_text(json.dumps(found, indent=1))
     for line in lines(found):
-        say(line)
-    say(f"written to {out / FILE}; `erniekit plan RECIPE --cluster ... --calibration {out / FILE}` reads it")
+        emit(line)
+    emit(f"written to {out / FILE}; `erniekit plan RECIPE --cluster ... --calibration {out / FILE}` reads it")
     return 0
 
 
@@ -98,7 +98,7 @@ def run_all(
             left = None if seconds is None else seconds - (time.monotonic() - began)
             if left is not None and left < LEAST:
                 names = [each.name for later in groups[number:] for each in later]
-                say(f"time limit: {', '.join(names)} not begun")
+                emit(f"time limit: {', '.join(names)} not begun")
                 failed += names
                 break
             worker = waiting or Worker()
@@ -108,7 +108,7 @@ def run_all(
                 result = _read(out, each)
                 if result is None:
                     failed.append(each.name)
-                    say(f"{each.name}: no result")
+                    emit(f"{each.name}: no result")
                 else:
                     results.append(result)
                     _show(result, out)
@@ -130,14 +130,14 @@ def _read(out: Path, work: Workload) -> dict[str, Any] | None:
 def _show(result: dict[str, Any], out: Path) -> None:
     if not result["tiny"]:  # those are done in no time, and the table follows
         for line in (*table([result])[2:], *differences(result)):
-            say(f"  {line}")
+            emit(f"  {line}")
     if result["profile"]:
         from erniekit.bench.profile import lines
 
         profile = lines(result["workload"], result["profile"])
         (out / f"{result['workload']}.profile.txt").write_text("\n".join(profile) + "\n")
         for line in profile:
-            say(f"  {line}")
+            emit(f"  {line}")
 
 
 class Worker:
@@ -160,7 +160,7 @@ class Worker:
         try:
             self._process.communicate("".join(orders), timeout=seconds)
         except subprocess.TimeoutExpired:
-            say("stopped by the time limit")
+            emit("stopped by the time limit")
         finally:
             self.end()
 

@@ -54,7 +54,7 @@ class StepData:
 
 
 class PictureIds(NamedTuple):
-    """Of a model that sees."""
+    """Of a vision-language model."""
 
     place: int
     start: int

@@ -25,7 +25,7 @@ from typing import Any
 from erniekit.bench.report import aligned
 from erniekit.bench.workloads import FULL, LORA, TINY, TINY_EXPERTS
 from erniekit.errors import ConfigError
-from erniekit.log import say
+from erniekit.log import emit
 from erniekit.models.released import ERNIE_03B, ERNIE_21B
 
 STEP = re.compile(r"\bglobal_step: (\d+)")
@@ -245,10 +245,10 @@ def run_real(
     """Results in order, also in out/real.json after every case; and whether one failed. work: for models and rows."""
     results: list[dict[str, Any]] = []
     for case in cases:
-        say(f"{case.name}: {case.about}")
+        emit(f"{case.name}: {case.about}")
         result = measured(case, work / case.name, more, again)
         results.append(result)
         for line in result.get("failed", ()):
-            say(f"  {line}")
+            emit(f"  {line}")
         (out / "real.json").write_text(json.dumps({"results": results}, indent=1))
     return results, any("failed" in result for result in results)

@@ -23,7 +23,7 @@ from erniekit.bench.measure import GIB, Gauge
 from erniekit.bench.ours import Ours
 from erniekit.bench.peers import absent, peer_class
 from erniekit.bench.runner import Runner, Task
-from erniekit.log import say
+from erniekit.log import emit
 
 ROUNDS = 2
 
@@ -91,7 +91,7 @@ class Turns:
         for name in peers:
             if reason := absent(name):
                 self.missing[name] = reason
-                say(f"  {name}: {reason}")
+                emit(f"  {name}: {reason}")
             else:
                 self.lanes.append(Lane(peer_class(name)(task)))
 
@@ -156,7 +156,7 @@ class Turns:
         self._book(lane, others)
         if not again:
             lane.first = [each.values() for each in numbers]
-            say(
+            emit(
                 f"  {lane.name}: built in {lane.build_s:.1f} s, first step {lane.first_step_s:.1f} s, "
                 f"then {1000 * seconds[0]:.1f} ms, loss {lane.first[0]['loss']:.4f}"
             )
@@ -165,7 +165,7 @@ class Turns:
         try:
             return lane.runner.probe_logits().cpu()
         except Exception as error:  # the losses are still compared
-            say(f"  {lane.name}: no logits to compare, {_in_short(error)}")
+            emit(f"  {lane.name}: no logits to compare, {_in_short(error)}")
             return None
 
     def _settle(self, lane: Lane, ran: float) -> None:
@@ -230,7 +230,7 @@ class Turns:
         # Here the error is freed, and with it what its frames held on to.
         self._drop(lane)
         if failed == "out of memory" and not again and lane.runner.save_memory():
-            say(f"  {lane.name}: out of memory; again with recompute")
+            emit(f"  {lane.name}: out of memory; again with recompute")
             lane.seconds.clear()
             lane.waited = None
             lane.readings.clear()
@@ -238,7 +238,7 @@ class Turns:
             self._guarded(lane, act, again=True)
             return
         lane.failed = failed
-        say(f"  {lane.name}: {failed}")
+        emit(f"  {lane.name}: {failed}")
 
     def _drop(self, lane: Lane) -> None:
         if lane.built and isinstance(lane.runner, Ours):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from erniekit.bench.workloads import WORKLOADS, BenchOptions, Workload, tiny
-from erniekit.log import say
+from erniekit.log import emit
 
 
 def measure(work: Workload, options: BenchOptions, write: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def main() -> int:
         options = BenchOptions(**order["options"], peers=None if peers is None else tuple(peers))
         work = WORKLOADS[order["workload"]]
         file = Path(order["file"])
-        say(f"{work.name}: {work.about}")
+        emit(f"{work.name}: {work.about}")
         try:
             result = measure(tiny(work) if options.tiny else work, options, partial(_write, file))
         except Exception:

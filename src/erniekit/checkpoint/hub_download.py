@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from erniekit.errors import CheckpointError
-from erniekit.log import say
+from erniekit.log import emit
 
 TAKEN = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "README.md", "LICENSE*")
 
@@ -48,7 +48,7 @@ def _announce(name: str) -> None:
     except Exception as error:  # the client's own kinds of network errors differ from version to version
         raise ConnectionError(str(error)) from None
     size = sum(file.size or 0 for file in found.siblings or () if Path(file.rfilename).match("*.safetensors"))
-    say(f"download {name} from the Hugging Face hub ({size / 1e9:,.2f} GB of weights), once; then it is in the cache")
+    emit(f"download {name} from the Hugging Face hub ({size / 1e9:,.2f} GB of weights), once; then it is in the cache")
 
 
 def _is_full(error: BaseException) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from erniekit.errors import CheckpointError
 from erniekit.files.unwritable import way_out
-from erniekit.log import say
+from erniekit.log import emit
 from erniekit.process_stat import BOOT_ID, START_TICKS, folder_of, has_ended, stat_fields
 
 LOCK = ".erniekit.lock"
@@ -130,7 +130,7 @@ class RunLock:
                 self.path.unlink()
                 return False
             if holder is not None:
-                say(f"took over {self.path.name}: its holder ({holder}) is gone")
+                emit(f"took over {self.path.name}: its holder ({holder}) is gone")
             _write(fd, Holder.me())
             self._fd, self._owner = fd, os.getpid()
             _open_fds.add(fd)

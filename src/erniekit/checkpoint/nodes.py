@@ -31,7 +31,7 @@ from erniekit.checkpoint.manifest import (
 )
 from erniekit.checkpoint.wire import TIMEOUT, Wire
 from erniekit.errors import CheckpointError
-from erniekit.log import say, warn
+from erniekit.log import emit, warn
 from erniekit.parallel import comm
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def agree_on_checkpoint(
     path = output_dir / best.name  # a path of its own stays what it is
     targets = [] if shared else [r for r in leaders if (found[r].name, found[r].seal) != (best.name, best.seal)]
     if source != 0:
-        say(f"note     {path.name} comes from the node of rank {source}: rank 0's own folder has nothing as new")
+        emit(f"note     {path.name} comes from the node of rank {source}: rank 0's own folder has nothing as new")
     together(lambda: copy_to_nodes(path, targets, rank, group, source=source, set_aside=True, timeout=timeout), group)
     return path
 

@@ -1,5 +1,5 @@
 """A checkpoint's fingerprint: a few tokens, their loss and logits. What loads, merges or exports it must repeat them.
-That of a model that sees begins with a small picture, so that tower, resampler and vision experts are tested, too.
+That of a vision model begins with a small picture, so that tower, resampler and vision experts are tested, too.
 
 Made by train when saving; checked by resume, merge and export.
 """

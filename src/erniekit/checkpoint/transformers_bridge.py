@@ -29,7 +29,7 @@ def to_transformers(model: nn.Module, config: DecoderConfig) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if config.vision is not None:
-        raise LaterError("answering with a model that sees is not in this version", fix="use a text model")
+        raise LaterError("answering with a vision-language model is not in this version", fix="use a text model")
     # Layers that predict further tokens serve training only: generation does not run them, nor has transformers any.
     config = replace(config, mtp_layers=0)
     spec = MODELS.get(config.family)

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Command:
-    """`target` is imported on use and called with the words after the command; it returns the exit code."""
+    """`target` is imported on use and called with the arguments after the command; it returns the exit code."""
 
     target: str
     group: str
     about: str
     usage: tuple[str, ...]
     keys: tuple[str, ...] = ()  # shown by `erniekit COMMAND --help`; none: the basic keys of training
-    parts: tuple[tuple[str, str], ...] = ()  # commands of two words: the second, and its target, which has its own help
+    parts: tuple[tuple[str, str], ...] = ()  # subcommands: name and target, which has its own help
 
 
 # Commands that take no keys of a run; the others take all of them.
@@ -28,10 +28,10 @@ COMMANDS: dict[str, Command] = {
     "demo": Command(
         "erniekit.recipes.demo:demo_command",
         "start",
-        "train, resume, merge, export and ask a tiny model; offline, one minute",
+        "train, resume, merge, export and query a tiny model; offline, one minute",
         (
-            "erniekit demo [--dir DIR] [--device WORD]",
-            "erniekit demo vision [--dir DIR]   a tiny model that sees learns shapes, colours and counts; two minutes",
+            "erniekit demo [--dir DIR] [--device NAME]",
+            "erniekit demo vision [--dir DIR]   a tiny vision model learns shapes, colours and counts; two minutes",
         ),
         ("output_dir",),
     ),
@@ -111,7 +111,7 @@ COMMANDS: dict[str, Command] = {
         "train",
         "the shipped recipes: what each trains, on how many cards, and what has run",
         (
-            "erniekit recipes [WORD] [--json]   all of them, or those whose name has the word in it",
+            "erniekit recipes [WORD] [--json]   all of them, or those whose name contains the word",
             "erniekit recipes NAME              one of them: each value with the file and line it comes from",
             "erniekit recipes NAME --flat       one of them as a whole file, with what its bases give",
             "erniekit recipes --fits 8x80G      and the fewest such cards that each is planned to fit",
@@ -120,7 +120,7 @@ COMMANDS: dict[str, Command] = {
     "migrate": Command(
         "erniekit.cli.migrate_command:migrate_command",
         "train",
-        "a Paddle launch script or recipe as ours, with what changed, line by line",
+        "convert a Paddle launch script or recipe; reports every changed line",
         (
             "erniekit migrate FILE [--output NEW.yaml]   .sh, or .yaml and .json of ERNIEKit 1.x and PaddleFormers 1.2",
             "erniekit migrate FILE --print               the recipe on the screen; nothing is written",

@@ -18,12 +18,12 @@ RECIPES = (".yaml", ".yml", ".json")
 _SECOND = {"demo": ("vision",), "completion": tuple(SCRIPTS), "help": tuple(COMMANDS)}
 _FLAG = re.compile(r"--[a-z][a-z-]*")
 
-Candidate = tuple[str, str]  # the word, and what it is in a few words
+Candidate = tuple[str, str]  # the text to insert, and a short description
 
 
 def completion_command(args: list[str]) -> int:
     if args[:1] == ["--words"]:
-        print("".join(f"{word}\t{about}\n" for word, about in complete(args[1:])), end="")
+        print("".join(f"{option}\t{about}\n" for option, about in complete(args[1:])), end="")
         return 0
     if len(args) != 1 or args[0] not in SCRIPTS:
         came = f"{' '.join(args)!r} is not a supported shell" if args else "no shell given"
@@ -32,12 +32,12 @@ def completion_command(args: list[str]) -> int:
     return 0
 
 
-def complete(words: list[str]) -> list[Candidate]:
-    """What the last of the words after `erniekit` may become; it is empty when a new word begins."""
-    *before, last = words or [""]
+def complete(arguments: list[str]) -> list[Candidate]:
+    """What the last argument after `erniekit` may become; it is empty when a new one begins."""
+    *before, last = arguments or [""]
     try:
         found = _first() if not before else _of_command(before[0], before[1:], last)
-        return [(word, about) for word, about in found if word.startswith(last) and "\n" not in word]
+        return [(option, about) for option, about in found if option.startswith(last) and "\n" not in option]
     except (ErnieKitError, OSError):  # a tab never answers with an error
         return []
 
@@ -55,7 +55,7 @@ def _of_command(name: str, before: list[str], last: str) -> Iterator[Candidate]:
         yield from _topics()
         return
     if not before and (second := (*_SECOND.get(name, ()), *(part for part, _ in COMMANDS[name].parts))):
-        yield from ((word, "") for word in second)
+        yield from ((option, "") for option in second)
     if name in ("help", "version", "completion"):
         return
     if name == "recipes" and not last.startswith("-"):
@@ -100,7 +100,7 @@ def _flags(name: str) -> Iterator[Candidate]:
 
 
 def _keys(name: str, last: str) -> Iterator[Candidate]:
-    """`key=`: those the command's own help shows while nothing is typed, all that begin alike afterwards."""
+    """`key=`: those the command's own help shows while nothing is typed, then all that begin with it."""
     if name in KEYLESS:
         return
     from erniekit.config.flat import KEYS
@@ -122,13 +122,15 @@ def _values(name: str, text: str, before: str) -> Iterator[Candidate]:
     k = KEYS.get(canonical(name))
     if k is None:
         return
-    if k.is_list and "," in text:  # the last word of a list by commas
+    if k.is_list and "," in text:  # the last item of a comma-separated list
         given, _, text = text.rpartition(",")
         before = f"{before}{given},"
     if k.item == "bool":
-        yield from ((f"{before}{word}", "") for word in ("True", "False"))
+        yield from ((f"{before}{option}", "") for option in ("True", "False"))
     yield from (
-        (f"{before}{word}", k.idle.get(word, "")) for word in dict.fromkeys((*k.choices, *(k.further or ()))) if word
+        (f"{before}{option}", k.idle.get(option, ""))
+        for option in dict.fromkeys((*k.choices, *(k.further or ())))
+        if option
     )
     if k.path:
         yield from _paths(text, before, () if k.path in ("out", "model") else None)

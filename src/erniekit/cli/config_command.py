@@ -28,9 +28,9 @@ def config_command(args: list[str]) -> int:
 
         print(schema_text())
         return 0
-    words, everything, as_json, command = _options(args)
-    cfg = load(words, "config")
-    cfg = load(words, command or purpose(cfg))
+    arguments, everything, as_json, command = _options(args)
+    cfg = load(arguments, "config")
+    cfg = load(arguments, command or purpose(cfg))
     if as_json:
         needs = [{"what": item.what, "key": item.key, "stops": item.stops} for item in not_yet_supported(cfg)]
         print(json.dumps({**cfg.to_dict(), "later": needs}, indent=1, ensure_ascii=False))
@@ -54,7 +54,7 @@ def report(cfg: RunConfig, everything: bool = False) -> list[str]:
     """What a person reads: values by section, then what followed, what does nothing, and what is missing."""
     out = [_headline(cfg), ""]
     for section in SECTIONS:
-        keys = [k for k in KEYS.values() if k.section == section and (everything or _tells(cfg, k.name))]
+        keys = [k for k in KEYS.values() if k.section == section and (everything or _is_shown(cfg, k.name))]
         out += _in_columns(section, [_cell(cfg, k.name) for k in keys])
     out.append("")
     notes = [str(n) for n in cfg.notes if everything or not n.quiet]
@@ -65,18 +65,18 @@ def report(cfg: RunConfig, everything: bool = False) -> list[str]:
 
 
 def _options(args: list[str]) -> tuple[list[str], bool, bool, str]:
-    words, command = [w for w in args if w not in ("--all", "--json")], ""
-    if "--schema" in words:
+    arguments, command = [w for w in args if w not in ("--all", "--json")], ""
+    if "--schema" in arguments:
         raise ConfigError("--schema takes no other arguments", where="command line", fix="erniekit config --schema")
-    if "--for" in words:
-        at = words.index("--for")
-        command = words[at + 1] if at + 1 < len(words) else ""
+    if "--for" in arguments:
+        at = arguments.index("--for")
+        command = arguments[at + 1] if at + 1 < len(arguments) else ""
         if command not in ("train", "eval", "doctor", "export", "quantize", "split", "chat", "server"):
             raise ConfigError("--for needs a command", where="command line", fix="e.g. --for export")
-        words = words[:at] + words[at + 2 :]
-    if not words:
+        arguments = arguments[:at] + arguments[at + 2 :]
+    if not arguments:
         raise ConfigError("no recipe given", where="command line", fix="erniekit config RECIPE.yaml [key=value ...]")
-    return words, "--all" in args, "--json" in args, command
+    return arguments, "--all" in args, "--json" in args, command
 
 
 def _headline(cfg: RunConfig) -> str:
@@ -85,8 +85,8 @@ def _headline(cfg: RunConfig) -> str:
     return paint(f"erniekit {cfg.command}: {kind}", "bold") + files
 
 
-def _tells(cfg: RunConfig, name: str) -> bool:
-    """Whether a value says something: not at its default, and not a plain consequence."""
+def _is_shown(cfg: RunConfig, name: str) -> bool:
+    """Whether a value is shown: not at its default, and not a plain consequence."""
     if cfg[name] == KEYS[name].default:
         return False
     return cfg.given(name) or any(n.key == name and not n.quiet for n in cfg.notes)
@@ -105,7 +105,7 @@ def _origin(cfg: RunConfig, origin: str) -> str:
 
 
 def _short(path: str, files: Sequence[str]) -> str:
-    """A file's own name, or as much of its path as tells it from the others."""
+    """A file's own name, or as much of its path as distinguishes it from the others."""
     parts = Path(path).parts
     for count in range(1, len(parts) + 1):
         tail = parts[-count:]

@@ -31,9 +31,9 @@ def help_lines(args: list[str]) -> list[str]:
     """The lines for `help [COMMAND] [all | SECTION | KEY]`; the keys are imported only when they are shown."""
     if not args:
         return _overview()
-    word, *rest = args if args[0] in COMMANDS else ["train", *args]
+    command, *rest = args if args[0] in COMMANDS else ["train", *args]
     if not rest:
-        return _of_command(word)
+        return _of_command(command)
     from erniekit.config.sections import SECTIONS
 
     if rest[0] == "all":
@@ -102,12 +102,12 @@ def _default(k: Key) -> str:
     return text if len(text) <= 12 else text[:9] + "..."
 
 
-def _brief(text: str, room: int) -> str:
+def _brief(text: str, width: int) -> str:
     """As many whole clauses as fit."""
-    if len(text) <= room:
+    if len(text) <= width:
         return text
-    cut = max(text.rfind(mark, 0, room) for mark in ("; ", ". ", " ("))
-    return text[:cut] + "." if cut > 0 else text[: room - 3] + "..."
+    cut = max(text.rfind(mark, 0, width) for mark in ("; ", ". ", " ("))
+    return text[:cut] + "." if cut > 0 else text[: width - 3] + "..."
 
 
 def _all_keys() -> list[str]:
@@ -118,7 +118,7 @@ def _all_keys() -> list[str]:
     for section in SECTIONS:
         out += [*_of_section(section), ""]
     dead = textwrap.wrap(", ".join(sorted(IGNORED_KEYS)), WIDTH - 2, initial_indent="  ", subsequent_indent="  ")
-    return [*out, "accepted without effect; --help KEY says why", *dead]
+    return [*out, "accepted without effect; --help KEY gives the reason", *dead]
 
 
 def _of_section(section: str) -> list[str]:
@@ -151,8 +151,8 @@ def _of_key(topic: str) -> list[str]:
     out.append(f"  default  {_default(k)}")
     if also := [alias for alias, key in ALIASES.items() if key == name]:
         out.append(f"  also     {', '.join(also)}")
-    for word, why in k.idle.items():
-        out.append(f"  {word}: without effect; {why}")
+    for value, why in k.idle.items():
+        out.append(f"  {value}: without effect; {why}")
     if k.later:
         out.append(f"  later    read by {k.later}, which this version does not have")
     return [*out, f"  write    {name}: VALUE in a file, --{name} VALUE, {name}=VALUE"]

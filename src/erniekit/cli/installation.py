@@ -73,13 +73,13 @@ def _replaced(other: Distribution) -> list[str]:
     here = Path(__file__).resolve().parents[1]
     own = _own()
     try:
-        theirs = {Path(str(file.locate())).resolve() for file in other.files or ()}
+        other_files = {Path(str(file.locate())).resolve() for file in other.files or ()}
     except (ValueError, TypeError, IndexError):  # a list of files that cannot be read names none of ours
         return []
     out = []
     for file in (own.files if own else None) or ():
         path = Path(str(file.locate())).resolve()
-        if path not in theirs or here not in path.parents or file.hash is None:
+        if path not in other_files or here not in path.parents or file.hash is None:
             continue
         digest = hashlib.new(file.hash.mode, path.read_bytes() if path.is_file() else b"").digest()
         if base64.urlsafe_b64encode(digest).decode().rstrip("=") != file.hash.value:
@@ -91,10 +91,10 @@ def _reinstall(installed: Distribution | None) -> str:
     """The command that puts our files back: from where they came, without touching torch."""
     import json
 
-    said = json.loads((installed.read_text("direct_url.json") if installed else None) or "{}")
-    url = str(said.get("url", ""))
+    direct_url = json.loads((installed.read_text("direct_url.json") if installed else None) or "{}")
+    url = str(direct_url.get("url", ""))
     source = url.removeprefix("file://") or PROJECT
-    editable = "-e " if said.get("dir_info", {}).get("editable") else ""
+    editable = "-e " if direct_url.get("dir_info", {}).get("editable") else ""
     return f"pip install --force-reinstall --no-deps {editable}{source}"
 
 

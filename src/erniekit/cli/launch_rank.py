@@ -21,7 +21,7 @@ def die_with_the_launcher() -> None:
     launcher = os.environ.get(LAUNCHED)
     if launcher and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != int(launcher):  # it died before we asked
+        if os.getppid() != int(launcher):  # it ended before prctl took effect
             os.kill(os.getpid(), signal.SIGKILL)
 
 

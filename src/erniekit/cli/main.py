@@ -1,4 +1,4 @@
-"""The `erniekit` command: looks a word up in commands.py, runs it, and shows an error to the person who typed it.
+"""The `erniekit` command: looks a command up in commands.py, runs it, and shows an error to the person who typed it.
 
 Nothing heavy is imported before a command is chosen, so help and mistakes answer at once.
 """
@@ -38,9 +38,9 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as e:
-        told = explained(e) if isinstance(e, OSError) else None
-        if told is not None:
-            return _refused(told)
+        explanation = explained(e) if isinstance(e, OSError) else None
+        if explanation is not None:
+            return _refused(explanation)
         return 1 if record(e, 1) else report_crash(args, e)
 
 
@@ -62,21 +62,21 @@ sys.modules[__name__].__class__ = _Callable
 
 
 def _dispatch(args: list[str]) -> int:
-    word = args[0] if args else "help"
-    word = {"-h": "help", "--help": "help", "-v": "version", "--version": "version"}.get(word, word)
+    command = args[0] if args else "help"
+    command = {"-h": "help", "--help": "help", "-v": "version", "--version": "version"}.get(command, command)
     rest = args[1:]
-    if word not in COMMANDS:
-        raise _unknown(word)
-    if word not in ("help", "version", "config"):
+    if command not in COMMANDS:
+        raise _unknown(command)
+    if command not in ("help", "version", "config"):
         require_descriptors()
-    part = dict(COMMANDS[word].parts).get(rest[0]) if rest else None
+    part = dict(COMMANDS[command].parts).get(rest[0]) if rest else None
     if part:
         return call(part, rest[1:])
-    asks = word != "help" and rest[:1] != ["--words"]  # after --words they are words to complete
-    if asks and any(w in ("-h", "--help") for w in rest):
+    help_requested = command != "help" and rest[:1] != ["--words"]  # after --words come arguments to complete
+    if help_requested and any(w in ("-h", "--help") for w in rest):
         at = next(i for i, w in enumerate(rest) if w in ("-h", "--help"))
-        word, rest = "help", [word, *rest[at + 1 :]]
-    return call(COMMANDS[word].target, rest)
+        command, rest = "help", [command, *rest[at + 1 :]]
+    return call(COMMANDS[command].target, rest)
 
 
 def call(target: str, args: list[str]) -> int:
@@ -84,14 +84,14 @@ def call(target: str, args: list[str]) -> int:
     return int(getattr(import_module(module), attr)(args) or 0)
 
 
-def _unknown(word: str) -> ConfigError:
+def _unknown(command: str) -> ConfigError:
     from erniekit.registry import nearest
 
-    near = nearest(word, list(COMMANDS))
+    near = nearest(command, list(COMMANDS))
     fix = f"did you mean erniekit {near[0]}?" if near else "erniekit help lists the commands"
-    if word.endswith((".yaml", ".yml", ".json")):
-        fix = f"did you mean erniekit train {word}?"
-    return ConfigError(f"unknown command {word!r}", where="command line", fix=fix)
+    if command.endswith((".yaml", ".yml", ".json")):
+        fix = f"did you mean erniekit train {command}?"
+    return ConfigError(f"unknown command {command!r}", where="command line", fix=fix)
 
 
 def version_command(args: list[str]) -> int:

@@ -39,20 +39,20 @@ def migrate_command(args: list[str]) -> int:
 
 
 def _options(args: list[str]) -> tuple[str, str, bool]:
-    words, output = [w for w in args if w != "--print"], ""
-    for at, word in enumerate(words):
-        if word.startswith(("--output", "output=")):
-            _, equals, output = word.partition("=")
+    arguments, output = [argument for argument in args if argument != "--print"], ""
+    for at, argument in enumerate(arguments):
+        if argument.startswith(("--output", "output=")):
+            _, equals, output = argument.partition("=")
             taken = 1 if equals else 2
-            output = output if equals else "".join(words[at + 1 : at + 2])
+            output = output if equals else "".join(arguments[at + 1 : at + 2])
             if not output.endswith((".yaml", ".yml")):
                 raise ConfigError("--output needs the name of a .yaml file", where="command line", fix=USAGE)
-            words = words[:at] + words[at + taken :]
+            arguments = arguments[:at] + arguments[at + taken :]
             break
-    if len(words) != 1 or words[0].startswith("-"):
-        what = "no file given" if not words else f"cannot tell what {words[-1]!r} is"
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        what = "no file given" if not arguments else f"cannot interpret {arguments[-1]!r}"
         raise ConfigError(what, where="command line", fix=USAGE)
-    return words[0], output, "--print" in args
+    return arguments[0], output, "--print" in args
 
 
 def _names(file: str, output: str, count: int) -> list[str]:
@@ -87,8 +87,8 @@ def _checked(run: MigratedRun) -> RunConfig:
         run.command = command
         return load([], command, run.values)
     except ConfigError as error:
-        words = error.what.replace(",", " ").replace(":", " ").split()
-        places = dict.fromkeys(run.places[w] for w in words if w in run.places)
+        names = error.what.replace(",", " ").replace(":", " ").split()
+        places = dict.fromkeys(run.places[name] for name in names if name in run.places)
         raise ConfigError(error.what, where=" and ".join(places) or run.place, fix=error.fix) from None
 
 

@@ -42,7 +42,7 @@ class RecipeRow:
     proven: str
     not_yet: str = ""  # what it needs and this version lacks
     planned: str = ""  # the fewest cards that it fits by plan
-    fits: str = ""  # on the cluster that was asked for
+    fits: str = ""  # on the cluster of --fits
 
 
 PLANNED = ("planned", "fits")
@@ -50,15 +50,15 @@ COLUMNS = ("name", "stage", "model", "method", "length", "cards", "proven")
 
 
 def recipes_command(args: list[str]) -> int:
-    words, cluster = _options(args)
+    arguments, cluster = _options(args)
     as_json, flat = "--json" in args, "--flat" in args
     folder = examples_folder()
-    names = _chosen(words[0] if words else "", recipe_names(folder))
+    names = _chosen(arguments[0] if arguments else "", recipe_names(folder))
     facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
     if flat:
         print("\n".join(_flat(names, folder)))
         return 0
-    if len(names) == 1 and words and not as_json and not cluster:
+    if len(names) == 1 and arguments and not as_json and not cluster:
         print("\n".join(_one(names[0], folder, facts)))
         return 0
     runs = [_run(name, folder) for name in names]
@@ -106,21 +106,21 @@ def examples_folder() -> Path:
 
 
 def _options(args: list[str]) -> tuple[list[str], str]:
-    words, cluster = [w for w in args if w not in ("--json", "--flat")], ""
-    if "--fits" in words:
-        at = words.index("--fits")
-        cluster = words[at + 1] if at + 1 < len(words) else ""
+    arguments, cluster = [w for w in args if w not in ("--json", "--flat")], ""
+    if "--fits" in arguments:
+        at = arguments.index("--fits")
+        cluster = arguments[at + 1] if at + 1 < len(arguments) else ""
         if not cluster:
             raise ConfigError("--fits needs a cluster", where="command line", fix="e.g. --fits 8x80G")
-        words = words[:at] + words[at + 2 :]
-    if len(words) > 1 or any(w.startswith("-") for w in words):
-        wrong = next((w for w in words if w.startswith("-")), words[-1])
+        arguments = arguments[:at] + arguments[at + 2 :]
+    if len(arguments) > 1 or any(w.startswith("-") for w in arguments):
+        wrong = next((w for w in arguments if w.startswith("-")), arguments[-1])
         raise ConfigError(
-            f"cannot tell what {wrong!r} is",
+            f"cannot interpret {wrong!r}",
             where="command line",
             fix="erniekit recipes [NAME] [--json | --flat] [--fits 8x80G]",
         )
-    return words, cluster
+    return arguments, cluster
 
 
 def _planner(cluster: str) -> Fits:
@@ -133,15 +133,15 @@ def recipe_names(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
 
 
-def _chosen(word: str, names: list[str]) -> list[str]:
-    """Those a word means: the one of that name or path, else all that contain it."""
-    plain = word.removesuffix(".yaml").removeprefix("./").removeprefix("examples/")
+def _chosen(pattern: str, names: list[str]) -> list[str]:
+    """The recipe of that name or path, else all whose names contain the pattern."""
+    plain = pattern.removesuffix(".yaml").removeprefix("./").removeprefix("examples/")
     exact = [name for name in names if plain and (name == plain or name == f"configs/{plain}")]
     found = exact or [name for name in names if plain.lower() in name.lower()]
     if not found:
         near = nearest(plain, names)
         fix = f"did you mean {near[0]}?" if near else "erniekit recipes lists all"
-        raise ConfigError(f"no recipe is called {word!r}", where="command line", fix=fix)
+        raise ConfigError(f"no recipe is called {pattern!r}", where="command line", fix=fix)
     return found
 
 
@@ -195,7 +195,7 @@ def _legend(rows: Sequence[RecipeRow], facts: dict[str, Any]) -> list[str]:
     legend = [f"{p['word']:<12} {p['what']}" for p in facts["proven"] if p["word"] in used]
     legend += [f"{READ:<12} read and resolved; never run"] if READ in used else []
     if missing := sum(bool(row.not_yet) for row in rows):
-        legend.append(f"{missing} of {len(rows)} are refused by name when run: erniekit recipes NAME says why")
+        legend.append(f"{missing} of {len(rows)} are refused by name when run: erniekit recipes NAME gives the reason")
     legend.append("cards        what ERNIEKit's own guides name; not measured here")
     if any(row.fits for row in rows):
         legend.append(

@@ -13,7 +13,7 @@ from erniekit.files.descriptors import raise_descriptors
 from erniekit.files.unwritable import way_out
 
 NEEDED = 64  # descriptors of one process: libraries, a model's files, a socket or two
-NEEDED_BY_RANKS = 128  # where ranks talk to each other: some connections for each group of them
+NEEDED_BY_RANKS = 128  # where ranks communicate: some connections for each group of them
 _FULL = (errno.EMFILE, errno.ENFILE)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -46,6 +46,6 @@ def explained(error: OSError) -> ErnieKitError | None:
         return ConfigError(
             f"{error.strerror or 'no space left'}",
             where=named or "the disk of the output or of ERNIEKIT_CACHE",
-            fix="make room, or choose a folder on another disk",
+            fix="free some space, or choose a folder on another disk",
         )
     return None

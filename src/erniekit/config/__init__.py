@@ -26,7 +26,7 @@ __all__ = [
 
 
 def load(args: list[str], command: str = "train", overrides: Mapping[str, Any] | None = None) -> RunConfig:
-    """The run that the words after `command` describe: files, --flags and key=value in any mix, then `overrides`."""
+    """The run given by the arguments after `command`: files, --flags and key=value in any mix, then `overrides`."""
     from erniekit.config.resolve import resolve
     from erniekit.config.run import IgnoredKey, make_run
     from erniekit.config.sources import collect
@@ -38,15 +38,15 @@ def load(args: list[str], command: str = "train", overrides: Mapping[str, Any] |
     origins = {name: g.origin for name, g in sources.given.items()}
     origins |= {n.key: "derived" for n in notes if n.changes}
     ignored = [IgnoredKey(name, g.value, g.origin) for name, g in sources.ignored.items()]
-    idle = ((name, word) for name, k in KEYS.items() if k.idle for word in values[name] if word in k.idle)
-    ignored += [IgnoredKey(name, word, origins[name]) for name, word in idle]
+    idle = ((name, item) for name, k in KEYS.items() if k.idle for item in values[name] if item in k.idle)
+    ignored += [IgnoredKey(name, item, origins[name]) for name, item in idle]
     return make_run(values, command, tuple(sources.files), origins, tuple(notes), tuple(ignored))
 
 
 def _renamed(sources: Sources) -> list[Note]:
     """A remark for each key that was given under PaddleFormers' name for it."""
-    theirs = ((name, g) for name, g in sources.given.items() if g.written in (*RENAMED, "template"))
-    return [Note(name, g.value, g.value, f"{g.written} of PaddleFormers, {g.origin}") for name, g in theirs]
+    renamed = ((name, g) for name, g in sources.given.items() if g.written in (*RENAMED, "template"))
+    return [Note(name, g.value, g.value, f"{g.written} of PaddleFormers, {g.origin}") for name, g in renamed]
 
 
 def need(cfg: RunConfig, *names: str) -> None:
@@ -59,7 +59,7 @@ def need(cfg: RunConfig, *names: str) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """RunConfig and IgnoredKey, imported on use: help needs the keys alone and must answer at once."""
+    """RunConfig and IgnoredKey, imported on use: help needs only the keys and must answer at once."""
     if name in ("IgnoredKey", "RunConfig"):
         from erniekit.config import run
 

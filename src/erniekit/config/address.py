@@ -1,4 +1,4 @@
-"""What an address to listen on means. Used by serve/server.py and webui/guard.py, which ask for a key beyond it."""
+"""What an address to listen on means. Used by serve/server.py and webui/guard.py, which require a key beyond it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Compat: what `compat: erniekit` repeats of the old toolkit, one named flag for each behaviour. No torch in here.
 
-Rules and recipes ask `cfg.compat.<behaviour>`; nothing else compares the key. docs/compat.md lists the same
+Rules and recipes read `cfg.compat.<behaviour>`; nothing else compares the key. docs/compat.md lists the same
 differences for users, and a test compares both.
 """
 
@@ -41,7 +41,7 @@ class Compat:
     )
     positions_span_rows: bool = behaviour("Positions run through a row, over the documents in it.", "positions")
     no_document_masks: bool = behaviour(
-        "Documents of a pre-training row see each other, unless use_global_causal_attn says otherwise.",
+        "Documents of a pre-training row attend to each other, unless use_global_causal_attn is set otherwise.",
         "documents of a pre-training row",
     )
     # loss

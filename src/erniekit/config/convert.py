@@ -1,4 +1,4 @@
-"""Whatever a YAML value, a word of a command line or a Python argument holds -> the type its key declares.
+"""A YAML value, a command-line argument or a Python argument -> the type its key declares.
 
 Used by sources for every value that comes in, and by RunConfig.replace.
 """
@@ -24,21 +24,21 @@ _NAMES = {
 
 
 def convert(k: Key, value: Any, where: str) -> Any:
-    """The value as `k` declares it, or a ConfigError that says what came and what is expected."""
+    """The value as `k` declares it, or a ConfigError with the given value and what is expected."""
     if value is None or (isinstance(value, str) and value in NOTHING):
         if k.optional or k.is_list:
             return () if k.is_list else None
         raise _refuse(k, value, where)
     if k.is_list:
-        words = tuple(_one(k, word, where) for word in _split(k, value, where))
-        return words if words != ("none",) else ()
+        items = tuple(_one(k, item, where) for item in _split(k, value, where))
+        return items if items != ("none",) else ()
     if k.optional and k.kind != "str" and isinstance(value, str) and not value.strip():
         return None
     return _one(k, value, where)
 
 
 def expected(k: Key) -> str:
-    """`k`'s values in words, for errors and help."""
+    """A description of `k`'s values, for errors and help."""
     one = _NAMES.get(k.item, "a value")
     if k.choices:
         one = "one of " + ", ".join(c or "''" for c in k.choices)
@@ -57,8 +57,8 @@ def _split(k: Key, value: Any, where: str) -> list[Any]:
     text = value.strip()
     if text[:1] in "[(" and text[-1:] in "])":
         text = text[1:-1]
-    words = text.split(",") if k.commas else text.replace(",", " ").split()
-    return [w.strip().strip("'\"") for w in words if w.strip()]
+    items = text.split(",") if k.commas else text.replace(",", " ").split()
+    return [item.strip().strip("'\"") for item in items if item.strip()]
 
 
 def _one(k: Key, value: Any, where: str) -> Any:
@@ -79,8 +79,8 @@ def _one(k: Key, value: Any, where: str) -> Any:
 
 def _text(k: Key, value: Any, where: str) -> str:
     if isinstance(value, bool) and k.choices:  # YAML reads `off` and `no` as False
-        words = TRUE if value else (*FALSE, "none")
-        value = next((c for c in k.choices if c in words), str(value))
+        items = TRUE if value else (*FALSE, "none")
+        value = next((c for c in k.choices if c in items), str(value))
     if isinstance(value, (dict, list, tuple)):
         raise _refuse(k, value, where)
     text = str(value)
@@ -93,11 +93,11 @@ def _text(k: Key, value: Any, where: str) -> str:
 
 
 def _truth(k: Key, value: Any, where: str) -> bool:
-    word = str(value).strip().lower()
+    item = str(value).strip().lower()
     if isinstance(value, float) and value in (0.0, 1.0):
-        word = str(int(value))
-    if word in TRUE or word in FALSE:
-        return word in TRUE
+        item = str(int(value))
+    if item in TRUE or item in FALSE:
+        return item in TRUE
     raise _refuse(k, value, where)
 
 

@@ -1,4 +1,4 @@
-"""`base: other.yaml`: a recipe that says only how it differs from another. Called by sources for every recipe it reads.
+"""`base: other.yaml`: a recipe with only its differences from another. Called by sources for every recipe it reads.
 
 The path is relative to the file that names it, so a tree of recipes can be moved as a whole.
 """
@@ -12,13 +12,13 @@ from erniekit.config.files import FileEntry, read_file
 from erniekit.errors import ConfigError
 
 BASE = "base"
-LONGEST = 16  # files from a recipe to the one that stands alone: a chain that nobody can follow helps nobody
+LONGEST = 16  # files in a chain of bases: nobody can follow a longer one
 
 Recipe = tuple[str, Mapping[str, FileEntry]]  # the file's name, and its keys without `base`
 
 
-def with_bases(name: str, *, alone: bool = False) -> list[Recipe]:
-    """The recipe and all it extends, the farthest first: what comes later wins. alone: it may extend none."""
+def with_bases(name: str, *, standalone: bool = False) -> list[Recipe]:
+    """The recipe and all it extends, the farthest first: what comes later wins. standalone: it may extend none."""
     found: list[Recipe] = []
     seen: dict[str, str] = {}  # real path -> the line that named it
     at = name  # of the line that names the next file
@@ -39,7 +39,7 @@ def with_bases(name: str, *, alone: bool = False) -> list[Recipe]:
         if base is None:
             return found[::-1]
         at = f"{name}:{base.line}"
-        if alone:
+        if standalone:
             raise ConfigError(
                 "this recipe cannot extend another",
                 where=at,

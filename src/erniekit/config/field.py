@@ -29,17 +29,17 @@ class Key:
     default: Any
     help: str
     also: tuple[str, ...] = ()  # other names it is known by
-    choices: tuple[str, ...] = ()  # of the value, or of each word of a list
+    choices: tuple[str, ...] = ()  # of the value, or of each item of a list
     further: Registry | None = None  # what installed packages may add to the choices
     low: float | None = None
     high: float | None = None
-    commas: bool = False  # text becomes a list at commas only, so that its words may hold spaces (paths)
+    commas: bool = False  # text becomes a list at commas only, so that its items may hold spaces (paths)
     basic: bool = False  # shown by the short help
     fixed: bool = False  # must not change when a run resumes: it decides what the next step does
     later: str = ""  # the capability that will read it; empty when it is read today
     secret: bool = False  # never printed or stored
     path: PathKind = ""  # how its value names files; the web page keeps all of them inside its folders
-    idle: Mapping[str, str] = field(default_factory=dict)  # words of it that change nothing here -> why
+    idle: Mapping[str, str] = field(default_factory=dict)  # values of it that change nothing here -> why
     elsewhere: Mapping[str, str] = field(default_factory=dict)  # values it does not take -> what to write instead
     example: str = ""  # a value that an error proposes; the default if it is a good one
 
@@ -49,7 +49,7 @@ class Key:
 
     @property
     def item(self) -> str:
-        """The kind of one value: of the key itself, or of each word of a list."""
+        """The kind of one value: of the key itself, or of each item of a list."""
         return self.kind[6:].partition(",")[0] if self.is_list else self.kind
 
 

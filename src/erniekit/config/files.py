@@ -189,7 +189,7 @@ def _pairs(node: Any, name: str) -> Iterator[tuple[str, Any, int]]:
     for k, v in node.value:
         line = k.start_mark.line + 1
         if not isinstance(k.value, str):
-            raise ConfigError("a key must be a word", where=f"{name}:{line}", fix="key: value")
+            raise ConfigError("a key must be a name", where=f"{name}:{line}", fix="key: value")
         if k.value in first:
             raise _duplicate(k.value, first[k.value], line, name)
         first[k.value] = line

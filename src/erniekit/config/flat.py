@@ -16,7 +16,7 @@ ALIASES: dict[str, str] = {**{alias: k.name for k in KEYS.values() for alias in 
 DEFAULTS: dict[str, Any] = {name: k.default for name, k in KEYS.items()}
 DEGREES = tuple(name for name in KEYS if name.endswith("_degree") and name != "server_tp_degree")
 
-# Names other toolkits use, for those who arrive from them.
+# Names used by other toolkits.
 ELSEWHERE = {
     "cutoff_len": "max_seq_len",
     "sequence_len": "max_seq_len",
@@ -40,7 +40,7 @@ ELSEWHERE = {
 
 
 def canonical(name: str) -> str:
-    """The declared name of a key however it was written: dashes, an alias. Unknown names come back as they are."""
+    """The declared name of a key however it was written: dashes, an alias. Unknown names are returned as they are."""
     name = name.replace("-", "_")
     return ALIASES.get(name, name)
 

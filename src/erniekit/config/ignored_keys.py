@@ -1,6 +1,6 @@
-"""Ignored keys: old keys, and words of keys, that are accepted without effect, each with its reason.
+"""Ignored keys: old keys, and options of keys, that are accepted without effect, each with its reason.
 
-Shown by `erniekit config`. sources.py looks keys up here; the sections declare the words.
+Shown by `erniekit config`. sources.py looks keys up here; the sections declare the options.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _REASONS = {
         pseudo_sampling_prob example_from_same_task_prob min_shot max_shot corpus_name prompt_dir
         sampling_wo_replacement_data_resuming use_train_part_sharding text_use_train_part_sharding
         load_args_from_api video_use_asr""",
-    "config.json says whether the model takes images": "multimodal",
+    "config.json defines whether the model takes images": "multimodal",
     "of ERNIEKit's text stream between pictures; rows are rendered as its text stage does": """
         add_sys_token drop_history_with_k trigger_data_prob""",
     "pictures are decoded where the tower is, by processes of their own": """
@@ -93,7 +93,7 @@ IGNORED_KEYS: dict[str, str] = {
     **paddleformers.IGNORED,
 }
 
-# Words of keys that hold several: the key -> its words without effect -> why. The words that are not here are read.
+# Keys that hold several options: the key -> its options without effect -> why. Options that are not here are read.
 _ONCE = "the loss is divided once, by the step's trained tokens"
 _FREED = "gradients are freed after every step, always"
 _FIXED = "a pipeline's rows are all of one length, so shapes never change"
@@ -101,7 +101,7 @@ _TORCH = "torch's schedules decide how sends and receives are posted"
 _OVERLAPS = "fully_shard overlaps by itself"
 _EQUAL = "copies stay equal: one gradient, one update, checked every drift_check_steps"
 
-IGNORED_WORDS: dict[str, dict[str, str]] = {
+IGNORED_OPTIONS: dict[str, dict[str, str]] = {
     "pipeline_parallel_config": {
         "disable_p2p_cache_shape": _FIXED,
         "enable_dynamic_shape": _FIXED,

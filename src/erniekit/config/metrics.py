@@ -1,6 +1,6 @@
-"""What an evaluation tells of a model, by stage, and which way each number is better. Read by rules/schedule.py.
+"""The metrics of an evaluation, by stage, and which direction is better. Read by rules/schedule.py.
 
-Kept here because `config` knows no torch: tests compare it with what train/evaluate.py and losses/dpo.py tell.
+Kept here because `config` imports no torch: tests compare it with train/evaluate.py and losses/dpo.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from erniekit.loss_table import metric_name, preference_loss
 PREFIX = "eval_"
 
 
-GENERATED = {"exact_match": True, "similarity": True}  # of answers that eval_generate asks for
+GENERATED = {"exact_match": True, "similarity": True}  # of the answers of eval_generate
 
 
 def metrics_of(stage: str, loss_type: str, generates: bool = False) -> dict[str, bool]:
@@ -29,7 +29,7 @@ def _metrics_of(stage: str, loss_type: str) -> dict[str, bool]:
         return {"loss": False, "kto_loss": False, **better, "logps/chosen": True, "logps/rejected": False, "kl": False}
     if stage != "DPO":
         return {"loss": False, "ppl": False}
-    told = {
+    out = {
         "loss": False,
         metric_name(loss_type): False,
         "sft_loss": False,
@@ -40,4 +40,4 @@ def _metrics_of(stage: str, loss_type: str) -> dict[str, bool]:
         "logps/chosen": True,
         "logps/rejected": False,
     }
-    return {**told, "log_odds_ratio": True, "log_odds_chosen": True} if preference_loss(loss_type).log_odds else told
+    return {**out, "log_odds_ratio": True, "log_odds_chosen": True} if preference_loss(loss_type).log_odds else out

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NotYetSupported:
-    """One value that asks for something this version does not have."""
+    """One value that requests something this version does not have."""
 
     what: str
     key: str
@@ -36,11 +36,11 @@ class NotYetSupported:
 @dataclass(frozen=True)
 class _Row:
     keys: tuple[str, ...]
-    asks: Callable[[Any], bool]
+    applies: Callable[[Any], bool]
     what: str
     today: str
     stops: bool = True
-    word: str = ""  # of a key that holds several: all that asks is this one
+    item: str = ""  # of a key that holds several: the one unsupported item
     not_for: str = ""  # a stage that has it already
 
 
@@ -48,8 +48,8 @@ def _one_of(*values: str) -> Callable[[Any], bool]:
     return lambda value: value in values
 
 
-def _has(word: str) -> Callable[[Any], bool]:
-    return lambda words: word in words
+def _has(item: str) -> Callable[[Any], bool]:
+    return lambda items: item in items
 
 
 def _above(limit: float) -> Callable[[Any], bool]:
@@ -82,7 +82,7 @@ LIST: dict[tuple[str, ...], tuple[_Row, ...]] = {
             _fp8,
             "fp8 training",
             "put use_fp8_mlp: False there, and use_fp8: True for block-wise fp8 of all layers",
-            word="use_fp8_mlp: True",
+            item="use_fp8_mlp: True",
         ),
     ),
     ("train", "doctor"): (
@@ -102,7 +102,7 @@ LIST: dict[tuple[str, ...], tuple[_Row, ...]] = {
             "the DualPipeV schedule",
             "pp_schedule chooses among the others",
             stops=False,
-            word="use_dualpipev",
+            item="use_dualpipev",
         ),
         _Row(
             ("pipeline_parallel_config",),
@@ -110,14 +110,14 @@ LIST: dict[tuple[str, ...], tuple[_Row, ...]] = {
             "one micro-batch's backward over another's forward",
             "pp_schedule chooses among the others",
             stops=False,
-            word="forward_backward_overlap_scheduler",
+            item="forward_backward_overlap_scheduler",
         ),
     ),
     ("eval",): (_Row(SPREAD, _above(1), "evaluation over several devices", "runs on one", stops=False),),
     ("chat",): (
         _Row(
             ("quantization",),
-            lambda word: bool(word) and word not in SERVED,
+            lambda item: bool(item) and item not in SERVED,
             "this quantization in the embedded engine",
             f"used as stored; {', '.join(SERVED)} are packed",
             stops=False,
@@ -128,15 +128,15 @@ LIST: dict[tuple[str, ...], tuple[_Row, ...]] = {
 
 
 def not_yet_supported(cfg: RunConfig, command: str | None = None) -> list[NotYetSupported]:
-    """What this run asks for that a later version brings; what stops it comes first."""
+    """What this run requests that a later version brings; what stops it comes first."""
     command = command or cfg.command
     found = [
-        NotYetSupported(row.what, key, row.word or cfg[key], cfg.origin(key), row.today, row.stops)
+        NotYetSupported(row.what, key, row.item or cfg[key], cfg.origin(key), row.today, row.stops)
         for commands, rows in LIST.items()
         if command in commands
         for row in rows
         for key in row.keys
-        if row.asks(cfg[key]) and cfg.train.stage != row.not_for
+        if row.applies(cfg[key]) and cfg.train.stage != row.not_for
     ]
     return sorted(found, key=lambda item: not item.stops)
 

@@ -81,7 +81,7 @@ _OFF = ("", "false", "0", "0.0", "none", "null", "no", "off")
 
 
 def is_off(value: Any) -> bool:
-    """Whether a key that nothing here reads asks for nothing."""
+    """Whether a key that nothing here reads is at a value without effect."""
     return value is None or str(value).strip().lower() in _OFF
 
 

@@ -43,7 +43,7 @@ from erniekit.printable import HIDDEN, public
 
 @dataclass(frozen=True)
 class IgnoredKey:
-    """A key that was given and does nothing here; or one such word (the value) of a key that holds several."""
+    """A key that was given and does nothing here; or one such option (the value) of a key that holds several."""
 
     key: str
     value: Any
@@ -51,17 +51,17 @@ class IgnoredKey:
 
     @property
     def name(self) -> str:
-        """The word a user would look for."""
-        return str(self.value) if self._is_word else self.key
+        """The name a user would look for."""
+        return str(self.value) if self._is_option else self.key
 
     @property
     def reason(self) -> str:
         if self.key in NO_COUNTERPART:
             return "off, as always here"
-        return KEYS[self.key].idle[self.value] if self._is_word else IGNORED_KEYS.get(self.key, "of another version")
+        return KEYS[self.key].idle[self.value] if self._is_option else IGNORED_KEYS.get(self.key, "of another version")
 
     @property
-    def _is_word(self) -> bool:
+    def _is_option(self) -> bool:
         return self.key in KEYS and isinstance(self.value, str) and self.value in KEYS[self.key].idle
 
 
@@ -115,7 +115,7 @@ class RunConfig:
         """Whether it was given on the command line or as an argument, rather than by a recipe."""
         return self.given(name) and self.origin(name).rpartition(":")[0] not in self.files
 
-    def typed_beside(self, names: Collection[str]) -> list[str]:
+    def typed_besides(self, names: Collection[str]) -> list[str]:
         """The keys that were typed and are not among these."""
         return [name for name in KEYS if name not in names and self.typed(name)]
 
@@ -136,7 +136,7 @@ class RunConfig:
         return make_run(values, self.command, self.files, origins, self.notes, self.ignored)
 
     def derive(self, *notes: Note) -> RunConfig:
-        """The same run after notes that came too late for the rules; one takes the place of an earlier on its key."""
+        """The same run after notes that came too late for the rules; one replaces an earlier one on its key."""
         values, origins, kept = {name: self[name] for name in KEYS}, dict(self.origins), list(self.notes)
         for note in notes:
             values[note.key] = note.new

@@ -86,20 +86,20 @@ def _value(k: Key) -> list[Schema]:
 def _text(k: Key) -> list[Schema]:
     if not k.choices:
         return [{"type": "string"}, {"type": ["number", "boolean"]}]  # `run_name: 7` is text too
-    words: list[Schema] = [{"enum": list(k.choices)}]
+    schemas: list[Schema] = [{"enum": list(k.choices)}]
     if any(c.lower() in (*TRUE, *FALSE, "none") for c in k.choices):
-        words.append({"type": "boolean"})  # YAML reads `off` and `no` as False
-    return [*words, {"type": "string"}] if k.further is not None else [*words, _any_case(k.choices)]
+        schemas.append({"type": "boolean"})  # YAML reads `off` and `no` as False
+    return [*schemas, {"type": "string"}] if k.further is not None else [*schemas, _any_case(k.choices)]
 
 
-def _any_case(words: tuple[str, ...]) -> Schema:
-    """One of the words in capitals or not. JSON schema's patterns have no flag for it."""
+def _any_case(schemas: tuple[str, ...]) -> Schema:
+    """One of the values, in any case. JSON schema's patterns have no flag for it."""
 
-    def letters(word: str) -> str:
-        parts = (f"[{c.lower()}{c.upper()}]" if c.isalpha() else "\\" + c if not c.isalnum() else c for c in word)
+    def letters(value: str) -> str:
+        parts = (f"[{c.lower()}{c.upper()}]" if c.isalpha() else "\\" + c if not c.isalnum() else c for c in value)
         return "".join(parts)
 
-    return {"type": "string", "pattern": f"^({'|'.join(letters(word) for word in words)})$"}
+    return {"type": "string", "pattern": f"^({'|'.join(letters(value) for value in schemas)})$"}
 
 
 def _merged(kinds: list[Schema]) -> list[Schema]:

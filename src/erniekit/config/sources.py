@@ -1,6 +1,6 @@
-"""YAML, JSON, --flags, key=value and Python values, in any mix -> one flat set that remembers who set what.
+"""YAML, JSON, --flags, key=value and Python values, in any mix -> one flat set with the origin of each value.
 
-Called by config.load. The last word wins: a file first, then the command line from left to right.
+Called by config.load. The last value wins: a file first, then the command line from left to right.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from erniekit.errors import ConfigError
 SECTIONED = ("env", "model_args", "trainer_args")  # of the pre-training YAML
 YAML, JSON = (".yaml", ".yml"), (".json",)
 
-OWN_FILES = ("eval_tasks",)  # their first word may be a .yaml of their own: after `--tasks` it is a task, not a recipe
+OWN_FILES = ("eval_tasks",)  # their first value may be a .yaml of their own: after `--tasks` it is a task, not a recipe
 
-BARE = "command line"  # origin of a word that stands alone
-# What a bare word means after these commands.
+BARE = "command line"  # origin of a positional argument
+# What a positional argument means after these commands.
 POSITIONAL = {
     "chat": "model_name_or_path",
     "eval": "model_name_or_path",
@@ -72,7 +72,7 @@ class Sources:
                 for part in reversed(inner.split(".")):
                     value = {part: value}
             value = convert(KEYS[name], value, origin)
-            if isinstance(value, dict) and name in self.given:  # a later word changes some of it
+            if isinstance(value, dict) and name in self.given:  # a later argument changes some of it
                 value = _merged(self.given[name].value or {}, value)
             given = Given(value, origin, self._order, in_file, written)
             if name in self.given:
@@ -85,20 +85,20 @@ class Sources:
 
 
 def collect(
-    args: list[str], command: str, overrides: Mapping[str, Any] | None = None, *, alone: bool = False
+    args: list[str], command: str, overrides: Mapping[str, Any] | None = None, *, standalone: bool = False
 ) -> Sources:
-    """Everything given after the command word, then the Python values of `overrides`. alone: a recipe has no base."""
+    """Everything given after the command, then the Python values of `overrides`. standalone: a recipe has no base."""
     out = Sources()
-    items = [(name, value, _origin(args[at], name)) for name, value, at in words_by_key(args)]
+    items = [(name, value, _origin(args[at], name)) for name, value, at in arguments_by_key(args)]
     recipes = YAML if command == "data" else YAML + JSON  # a .json after `data` is a dataset
     for name, value, _ in items:
         if not name and value.endswith(recipes):
-            _read_into(out, value, alone)
+            _read_into(out, value, standalone)
     for name, value, origin in items:
         if name:
             out.put(name, value, origin)
-    for word in (value for name, value, _ in items if not name and value not in out.files):
-        _put_bare(out, word, command)
+    for argument in (value for name, value, _ in items if not name and value not in out.files):
+        _put_bare(out, argument, command)
     for name, value in (overrides or {}).items():
         out.put(name, value, "argument")
     if out.unknown:
@@ -109,8 +109,8 @@ def collect(
 # ---- files
 
 
-def _read_into(out: Sources, name: str, alone: bool) -> None:
-    for file, entries in with_bases(name, alone=alone):
+def _read_into(out: Sources, name: str, standalone: bool) -> None:
+    for file, entries in with_bases(name, standalone=standalone):
         _read_entries(out, file, entries)
 
 
@@ -132,7 +132,7 @@ def _put_entry(out: Sources, key: str, entry: FileEntry, name: str) -> None:
 
 
 def _refuse_two_names(name: str, one: Given, other: Given) -> None:
-    """Two names of one key at one level, such as one file: neither is the later word."""
+    """Two names of one key at one level, such as one file: neither is the later one."""
     apart = one.written != other.written and one.value != other.value
     if apart and _level(one) == _level(other):
         raise ConfigError(
@@ -154,85 +154,85 @@ def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-# ---- words of a command line
+# ---- arguments of a command line
 
 # Of ERNIE's pre-training script: recipes follow the first two, key=value the third, as everywhere here.
 BEFORE = ("--config", "--configs", "--kwargs")
 
 
-def words_by_key(words: list[str]) -> Iterator[tuple[str, Any, int]]:
-    """(key, value, number of the word) of every flag and key=value; a word that stands alone has no key."""
+def arguments_by_key(arguments: list[str]) -> Iterator[tuple[str, Any, int]]:
+    """(key, value, number of the argument) of every flag and key=value; a positional argument has no key."""
     at = 0
-    while at < len(words):
-        word, first = words[at], at
+    while at < len(arguments):
+        argument, first = arguments[at], at
         at += 1
-        if word in BEFORE:
+        if argument in BEFORE:
             continue
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
+        if argument.startswith("--"):
+            name, equals, value = argument[2:].partition("=")
             if equals:
                 yield name, value, first
             else:
-                taken, at = _take(words, at, name)
+                taken, at = _take(arguments, at, name)
                 yield name, taken, first
-        elif _is_assignment(word):
-            name, _, text = word.partition("=")
+        elif _is_assignment(argument):
+            name, _, text = argument.partition("=")
             structured = text.startswith(("[", "{", '"', "'"))
             yield name, parse_value(text, f"key=value {name}") if structured else text, first
         else:
-            yield "", word, first
+            yield "", argument, first
 
 
-def _origin(word: str, name: str) -> str:
-    return (f"flag --{name}" if word.startswith("--") else "key=value") if name else BARE
+def _origin(argument: str, name: str) -> str:
+    return (f"flag --{name}" if argument.startswith("--") else "key=value") if name else BARE
 
 
-def _is_assignment(word: str) -> bool:
-    left, equals, _ = word.partition("=")
+def _is_assignment(argument: str) -> bool:
+    left, equals, _ = argument.partition("=")
     return bool(equals) and left.replace(".", "_").replace("-", "_").isidentifier()
 
 
-def _take(words: list[str], at: int, name: str) -> tuple[Any, int]:
+def _take(arguments: list[str], at: int, name: str) -> tuple[Any, int]:
     """The value of flag `name` whose words start at `at`, and where the next thing starts."""
     k = KEYS.get(canonical(name))
-    follows = words[at] if at < len(words) else None
+    follows = arguments[at] if at < len(arguments) else None
     if k is not None and k.kind == "bool":
         if follows is not None and follows.lower() in TRUE + FALSE:
             return follows, at + 1
         return True, at
-    if k is None or k.is_list:  # a list, or a key without effect: all words up to the next flag, key or recipe
+    if k is None or k.is_list:  # a list, or a key without effect: all values up to the next flag, key or recipe
         own = k is not None and k.name in OWN_FILES
         end = at
-        while end < len(words) and not (words[end].startswith("--") or _is_assignment(words[end])):
-            if words[end].endswith(YAML) and not (own and end == at):
+        while end < len(arguments) and not (arguments[end].startswith("--") or _is_assignment(arguments[end])):
+            if arguments[end].endswith(YAML) and not (own and end == at):
                 break
             end += 1
         if end > at or k is None:
-            return ",".join(words[at:end]) or True, end
+            return ",".join(arguments[at:end]) or True, end
     elif follows is not None and not follows.startswith("--"):
         return follows, at + 1
     raise ConfigError(f"--{name} needs a value", where=f"flag --{name}", fix=k.help)
 
 
-def _put_bare(out: Sources, word: str, command: str) -> None:
-    if word.endswith(".py"):
-        raise ConfigError(f"{word} is a program", where=word, fix="give a .yaml or .json file")
+def _put_bare(out: Sources, text: str, command: str) -> None:
+    if text.endswith(".py"):
+        raise ConfigError(f"{text} is a program", where=text, fix="give a .yaml or .json file")
     if command not in POSITIONAL:
-        fix = f"did you mean --{word}?" if is_known(word) else "give a .yaml or .json file, --key value or key=value"
-        if os.path.isfile(word):
+        fix = f"did you mean --{text}?" if is_known(text) else "give a .yaml or .json file, --key value or key=value"
+        if os.path.isfile(text):
             fix = f"{fix}; give a dataset with --data"
-        raise ConfigError(f"cannot tell what {word!r} is", where="command line", fix=fix)
+        raise ConfigError(f"cannot interpret {text!r}", where="command line", fix=fix)
     name = _meant(out, command)
     before = out.given.get(name)
     if before is not None and not before.in_file:
         if not (KEYS[name].is_list and before.origin == BARE):
-            raise _two_meanings(name, word, before)
-        word = ",".join([*before.value, word])
-    out.put(name, word, BARE)
+            raise _two_meanings(name, text, before)
+        text = ",".join([*before.value, text])
+    out.put(name, text, BARE)
 
 
 def _meant(out: Sources, command: str) -> str:
-    """The key a bare word stands for. Beside lora_path, export takes it for the base, or for the destination where
+    """The key of a positional argument. After lora_path, export takes it for the base, or for the destination where
     model_name_or_path names the base."""
     typed = {name for name, given in out.given.items() if not given.in_file and given.origin != BARE}
     if command == "export" and "lora_path" in typed and "model_name_or_path" not in typed:
@@ -240,13 +240,13 @@ def _meant(out: Sources, command: str) -> str:
     return POSITIONAL[command]
 
 
-def _two_meanings(name: str, word: str, before: Given) -> ConfigError:
+def _two_meanings(name: str, argument: str, before: Given) -> ConfigError:
     fix = {
         "model_name_or_path": "one of them; an adapter and its base: lora_path=ADAPTER model_name_or_path=BASE",
         "output_dir": "one of them; a base and adapters to merge: BASE lora_path=ADAPTER output_dir=DEST",
     }
     return ConfigError(
-        f"{word} and {before.value if isinstance(before.value, str) else ', '.join(before.value)} both name {name}",
+        f"{argument} and {before.value if isinstance(before.value, str) else ', '.join(before.value)} both name {name}",
         where=f"command line and {before.origin}" if before.origin != BARE else "command line",
         fix=fix.get(name, f"give all of them behind {name}, or none"),
     )

@@ -1,4 +1,4 @@
-"""View: what a rule of config.resolve may look at, and the two ways it may speak."""
+"""View: what a rule of config.resolve may read, and the two ways it may report."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class View:
         return self.sources.given[name].origin if self.given(name) else "default"
 
     def wins(self, a: str, b: str) -> bool:
-        """Whether the user's word on `a` counts over `b`: given later; in one file `b` counts, as in ERNIEKit."""
+        """Whether the user's value of `a` wins over `b`: given later; in one file `b` wins, as in ERNIEKit."""
         if not self.given(a):
             return False
         if not self.given(b):

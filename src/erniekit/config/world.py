@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def for_world(cfg: RunConfig, data_ranks: int) -> RunConfig:
-    """The run on so many ranks that read different packs: a global_batch_size that was given is kept to by the
+    """The run on a number of ranks that read different packs: a global_batch_size that was given is kept to by the
     accumulation; else it is what batch_size, the ranks and the accumulation make. Pre-training keeps to it even where
     both were given: its recipes name the accumulation of one cluster."""
     t = cfg.train

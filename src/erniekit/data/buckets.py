@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 MOST = 8  # lengths: each is a compilation, and a CUDA graph where there are any
-WASTE = 0.04  # of the tokens that may be padding, where so many lengths are enough for it
+WASTE = 0.04  # of the tokens that may be padding, where this number of lengths is enough for it
 TILE = 128  # tokens that kernels work on at once; rows of LONG and more are multiples of it
 LONG = 1024
 ALIGNED = 8
@@ -31,7 +31,7 @@ class Lengths(Protocol):
 
 
 def sizes_of(stream: Lengths, rows: int) -> np.ndarray:
-    """Tokens of the first micro-batches of so many packs, in the order they are trained on."""
+    """Tokens of the first micro-batches of this number of packs, in the order they are trained on."""
     if stream.epochs is None:
         last = max(rows, min(stream.count_packs(1), SEEN) // rows * rows)
     else:
@@ -63,7 +63,7 @@ def choose(
 
 
 def aligned(multiple: int, largest: int) -> int:
-    """What lengths are multiples of: what the layout and the kernels ask for."""
+    """What lengths are multiples of: what the layout and the kernels require."""
     return int(np.lcm(multiple, TILE if largest >= LONG else ALIGNED))
 
 
@@ -88,7 +88,7 @@ def _best(needed: np.ndarray, counts: np.ndarray, number: int) -> list[int]:
 
 
 def fit(size: int, lengths: Sequence[int]) -> int:
-    """The shortest of the rising lengths that holds so many tokens."""
+    """The shortest of the rising lengths that holds this number of tokens."""
     for length in lengths:
         if size <= length:
             return length
@@ -96,6 +96,6 @@ def fit(size: int, lengths: Sequence[int]) -> int:
 
 
 def padding(sizes: np.ndarray, lengths: Sequence[int]) -> int:
-    """Tokens of padding beside rows of these sizes."""
+    """Tokens of padding added to rows of these sizes."""
     bounds = np.array(lengths)
     return int((bounds[np.searchsorted(bounds, sizes)] - sizes).sum())

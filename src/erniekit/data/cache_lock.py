@@ -1,4 +1,4 @@
-"""One process at a time makes a cache folder; the others wait, say for whom, and give up on one that stands still.
+"""One process at a time makes a cache folder; the others wait, print for which, and give up on one without progress.
 
 Used by token_cache.py, documents.py and index.py around what ranks and runs share.
 """
@@ -18,7 +18,7 @@ from erniekit.errors import DataError
 from erniekit.log import warn
 
 STALLED_S = 1800.0  # without progress by the holder
-FIRST_WORD_S, NEXT_WORD_S = 10.0, 60.0  # of waiting until it is said, and said again
+FIRST_NOTE_S, NEXT_NOTE_S = 10.0, 60.0  # of waiting until it is printed, and printed again
 TOUCH_S = 1.0  # at most so often does the holder show its progress
 _POLL_S = 0.1
 _SIGN = "pid"
@@ -51,7 +51,7 @@ def only_one(folder: Path) -> Iterator[bool]:
 
 @contextmanager
 def _signed(path: Path, lock: IO[str]) -> Iterator[None]:
-    """Tells in the lock file who holds it, and shows its progress. Not in a file that holds anything else."""
+    """Writes into the lock file who holds it, and shows its progress. Not in a file that holds anything else."""
     lock.seek(0)
     if path.is_symlink() or not _is_ours(lock.read(200)):
         yield
@@ -60,7 +60,7 @@ def _signed(path: Path, lock: IO[str]) -> Iterator[None]:
     lock.write(f"{_SIGN} {os.getpid()} on {socket.gethostname()}")
     lock.flush()
     try:
-        with heartbeat.heard_by(_Shown(lock)):
+        with heartbeat.listening(_Shown(lock)):
             yield
     finally:
         lock.truncate(0)
@@ -72,7 +72,7 @@ def _is_ours(text: str) -> bool:
 
 
 class _Shown:
-    """The holder's progress as the lock file's time of change, which those who wait can see."""
+    """The holder's progress as the lock file's modification time, which waiting processes can read."""
 
     def __init__(self, lock: IO[str]) -> None:
         self._lock, self._at = lock, 0.0
@@ -88,7 +88,7 @@ class _Wait:
     def __init__(self, path: Path, lock: IO[str]) -> None:
         self._path, self._lock = path, lock
         self._began = self._moved = time.monotonic()
-        self._say_at = self._began + FIRST_WORD_S
+        self._note_at = self._began + FIRST_NOTE_S
         self._seen = os.fstat(lock.fileno()).st_mtime_ns
 
     def look(self) -> None:
@@ -104,8 +104,8 @@ class _Wait:
                 where=str(self._path),
                 fix="end that process, or set ERNIEKIT_CACHE to a folder of your own",
             )
-        if now >= self._say_at:
-            self._say_at = now + NEXT_WORD_S
+        if now >= self._note_at:
+            self._note_at = now + NEXT_NOTE_S
             warn(f"waiting: {self._path} is held by {self._holder()}, last progress {still:.0f} s ago")
         time.sleep(_POLL_S)
 

@@ -19,7 +19,7 @@ from erniekit.data.unpaired import UnpairedSample
 # Numbers of an Assembled that add up in a DataReport, under the same name.
 COUNTED = ("dropped_turns", "rewritten_turns", "truncated_tokens", "thoughts", "thoughts_in", "thought_tokens")
 
-Told = tuple[int, str, str]  # line, kind, reason
+RefusedLine = tuple[int, str, str]  # line, kind, reason
 
 
 @dataclass
@@ -55,8 +55,8 @@ class Chunk:
     later: Arrays  # second forms (see compat.py)
     # compat only, per conversation its two forms: index into main, or -2 - index into later, or -1 where dropped
     forms: list[tuple[int, int]] = field(default_factory=list)
-    bad: list[Told] = field(default_factory=list)
-    dropped: list[Told] = field(default_factory=list)
+    bad: list[RefusedLine] = field(default_factory=list)
+    dropped: list[RefusedLine] = field(default_factory=list)
     sums: Counter[str] = field(default_factory=Counter)  # COUNTED, over all samples of `main`
     unused: Counter[str] = field(default_factory=Counter)  # field -> rows in which it holds something no reader takes
     keys: list[tuple[int, int]] = field(default_factory=list)  # (line, quality.py's key) of rows that could be read
@@ -65,7 +65,7 @@ class Chunk:
 
 
 class MoreFiles(Protocol):
-    """What a job writes into a cache folder beside ids and labels."""
+    """What a job writes into a cache folder besides ids and labels."""
 
     def add(self, chunk: Chunk) -> None: ...
     def finish(self, report: DataReport) -> None: ...

@@ -21,7 +21,7 @@ from erniekit.data.template import Turn
 from erniekit.data.token_cache import RowKind, TokenSource
 from erniekit.data.tokenise import TokeniseJob
 from erniekit.data.tokenizer import Tokenizer
-from erniekit.data.types import IGNORE, ChatMessage, RowProblem, Sample, Spoken
+from erniekit.data.types import IGNORE, ChatMessage, RowContent, RowProblem, Sample
 from erniekit.errors import DataError
 from erniekit.registry import Registry
 
@@ -34,8 +34,8 @@ class ClassRow:
     label: str
     unused: tuple[str, ...] = ()
 
-    def spoken(self) -> Spoken:
-        return Spoken(((ChatMessage("user", self.text),),), label=self.label)
+    def contents(self) -> RowContent:
+        return RowContent(((ChatMessage("user", self.text),),), label=self.label)
 
 
 def read_row(row: Any) -> ClassRow:

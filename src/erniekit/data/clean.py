@@ -29,7 +29,7 @@ from erniekit.data.text_rows import PlainText
 from erniekit.data.types import RowProblem
 from erniekit.errors import ConfigError, DataError
 from erniekit.files.unwritable import way_out
-from erniekit.log import paint, say, warn
+from erniekit.log import emit, paint, warn
 from erniekit.printable import counted, public
 from erniekit.progress import WorkProgress
 
@@ -132,7 +132,7 @@ class _Cleaning:
                 self.reasons[kind] += 1
                 listed.write(json.dumps({"where": where, "kind": kind, "reason": reason}, ensure_ascii=False) + "\n")
                 if self.reasons.total() <= _SHOWN:
-                    say(f"  {paint(where, 'yellow')}: {kind}: {reason}")
+                    emit(f"  {paint(where, 'yellow')}: {kind}: {reason}")
 
     def _refuse_mixture(self, paths: Sequence[str | Path]) -> None:
         """Rows of several formats in one file could not be read again: a file has one."""
@@ -174,10 +174,10 @@ class _Cleaning:
 
     def _tell(self) -> None:
         if self.reasons.total() > _SHOWN:
-            say(f"  ... and {self.reasons.total() - _SHOWN:,} more")
+            emit(f"  ... and {self.reasons.total() - _SHOWN:,} more")
         why = ", ".join(f"{kind} {count:,}" for kind, count in self.reasons.most_common())
         why += f" (all listed in {self.removed})" if why else "none"
-        say(f"{paint(str(self.output), 'bold')}: {counted(self.kept, 'row')}; left out: {why}")
+        emit(f"{paint(str(self.output), 'bold')}: {counted(self.kept, 'row')}; left out: {why}")
         if not self.kept:
             warn(f"no row is left: {self.output} is empty")
 

@@ -27,7 +27,7 @@ def collate(
     """Rows are as long as the longest pack, rounded up to `pad_multiple`, or exactly `pad_to`.
 
     ahead: how many further tokens are predicted. one_count: positions run through a row, as ERNIEKit's do; between
-    documents nobody can tell, but its padding looks at all of them.
+    documents the masks do not show, but its padding attends to all of them.
     """
     used = [sum(len(sample.ids) for sample in pack.samples) for pack in packs]
     length = pad_to if pad_to is not None else -(-max(used) // pad_multiple) * pad_multiple

@@ -150,7 +150,7 @@ class CompatPackStream(PackStream):
         for s in np.unique(source):
             second[source == s] = self._again[s][index[source == s]]
         lengths, index = self._of(self.lengths, source, index), index.copy()
-        heap, bins = [(-self.max_seq_len, 0)], []  # (-free room, bin); the first pack is open from the start
+        heap, bins = [(-self.max_seq_len, 0)], []  # (-free space, bin); the first pack is open from the start
         for at, length in enumerate(lengths):
             if length > -heap[0][0]:
                 heappush(heap, (-self.max_seq_len, len(heap)))

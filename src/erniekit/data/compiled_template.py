@@ -42,7 +42,7 @@ def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
 
 
 class _Generation(Extension):
-    """`{% generation %}` only marks the assistant's words in other trainers; here its body is rendered as it is."""
+    """`{% generation %}` only marks the assistant's text in other trainers; here its body is rendered as it is."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 reads a plain set)
 
@@ -58,8 +58,8 @@ def _refuse(message: str) -> None:
 @dataclass(frozen=True)
 class Compiled:
     plain: jinja2.Template
-    by_message: jinja2.Template | None  # as prefix_renderer.py wants it
-    knows_tools: bool
+    by_message: jinja2.Template | None  # as prefix_renderer.py needs it
+    has_tools: bool
     thought_fields: tuple[str, ...]  # what it reads a message's thought as; none: it has no place for thoughts
 
 

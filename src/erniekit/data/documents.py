@@ -1,6 +1,6 @@
 """Documents as rows of max_seq_len tokens: row j of a data set is a pure function of its files, the seed and j.
 
-pretrain.py blends several of them; the loader asks for the samples. What is trained is the next token, every one.
+pretrain.py blends several of them; the loader reads the samples. What is trained is the next token, every one.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ PARTS = ("train", "eval", "test")
 IN_MEMORY = 1 << 20  # documents; the order of more is kept on disk, and only looked up
 _EPOCHS_KEPT = 2  # loader threads may be on both sides of an epoch's end
 _ROUNDS = 6
-_WORD = (1 << 64) - 1
+_MASK64 = (1 << 64) - 1
 
 
 def part_of(split: str, count: int, part: str) -> range:
     """The documents of one part: `split` as in "998,1,1", its numbers the shares of train, eval and test."""
     try:
-        shares = [float(word) for word in split.replace("/", ",").split(",")]
+        shares = [float(share) for share in split.replace("/", ",").split(",")]
     except ValueError:
         shares = []
     if not 1 <= len(shares) <= len(PARTS) or min(shares) < 0 or not sum(shares) > 0 or sum(shares) == float("inf"):
@@ -63,12 +63,12 @@ def scatter(place: int, size: int, key: int) -> int:
             return place
 
 
-def _mixed(word: int) -> int:
+def _mixed(share: int) -> int:
     """Every bit of a 64-bit word spread over all of them (the finaliser of splitmix64)."""
-    word = (word + 0x9E3779B97F4A7C15) & _WORD
-    word = ((word ^ word >> 30) * 0xBF58476D1CE4E5B9) & _WORD
-    word = ((word ^ word >> 27) * 0x94D049BB133111EB) & _WORD
-    return word ^ word >> 31
+    share = (share + 0x9E3779B97F4A7C15) & _MASK64
+    share = ((share ^ share >> 30) * 0xBF58476D1CE4E5B9) & _MASK64
+    share = ((share ^ share >> 27) * 0x94D049BB133111EB) & _MASK64
+    return share ^ share >> 31
 
 
 class Epoch(NamedTuple):
@@ -157,8 +157,8 @@ class DocumentRows:
         starts = self.files.starts(self.part.start + places.astype(np.int64))
         before = bounds[first : last + 1]
         low, high = np.maximum(before[:-1], begin), np.minimum(before[1:], end)
-        told = (starts + low - before[:-1], high - low, high < before[1:])
-        for start, size, goes_on in zip(*(array.tolist() for array in told)):
+        pieces = (starts + low - before[:-1], high - low, high < before[1:])
+        for start, size, goes_on in zip(*(array.tolist() for array in pieces)):
             if size:
                 yield DocumentPiece(start, size, goes_on)
 
@@ -177,8 +177,8 @@ class DocumentRows:
         return int.from_bytes(self._digest(epoch)[:8], "little")
 
     def _digest(self, epoch: int, *more: str) -> bytes:
-        told = " ".join([f"{self.seed} {self.number} {epoch}", *more])
-        return hashlib.blake2b(told.encode(), digest_size=16).digest()
+        pieces = " ".join([f"{self.seed} {self.number} {epoch}", *more])
+        return hashlib.blake2b(pieces.encode(), digest_size=16).digest()
 
     def _epoch(self, number: int) -> Epoch:
         number = number if self.shuffle else 0  # file order is the same in each
@@ -222,18 +222,18 @@ class DocumentRows:
         return Epoch(np.load(folder / "order.npy", mmap_mode="r") if self.shuffle else None, bounds)
 
     def _keep(self, epoch: Epoch, folder: Path) -> None:
-        beside = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir()
-        np.save(beside / "bounds.npy", epoch.bounds)
+        temporary = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        np.save(temporary / "bounds.npy", epoch.bounds)
         if epoch.order is not None:
-            np.save(beside / "order.npy", epoch.order)
-        sealed.seal(beside)
+            np.save(temporary / "order.npy", epoch.order)
+        sealed.seal(temporary)
         if folder.exists() and not sealed.is_sealed(folder):  # damaged
             sealed.clear(folder, ("bounds.npy", "order.npy", sealed.SEAL))
         try:
-            sealed.publish(beside, folder)
+            sealed.publish(temporary, folder)
         except OSError:
             if not sealed.is_sealed(folder):  # not because another machine was first
                 raise
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)

@@ -60,7 +60,7 @@ class GivenRows:
             shutil.copyfileobj(self._text, file)
 
     def write(self, folder: Path) -> Path:
-        """The file, which is left alone where it is there already."""
+        """The file; one that is there already is kept."""
         path, owned = folder / self.name, OwnedFiles(folder)
         owned.claim_content({self.name: Content(self.size, self.sha256)}, ROWS)
         if not path.is_file():
@@ -98,8 +98,8 @@ def _line(row: Any, where: str) -> bytes:
             fix='rows are dicts, such as {"messages": [{"role": "user", "content": "..."}, ...]}',
         )
     try:
-        told = {field: None if _is_missing(value) else value for field, value in row.items()}
-        return (json.dumps(told, ensure_ascii=False, allow_nan=False, default=_plain) + "\n").encode("utf-8")
+        plain = {field: None if _is_missing(value) else value for field, value in row.items()}
+        return (json.dumps(plain, ensure_ascii=False, allow_nan=False, default=_plain) + "\n").encode("utf-8")
     except UnicodeEncodeError as error:
         why = f"text holds half of a character (a lone surrogate) at {error.start}"
     except RecursionError:

@@ -48,12 +48,12 @@ from erniekit.files.unwritable import way_out
 
 COMMIT_BYTES = 32 << 20  # of text; what a kill costs at most, besides what is under way
 COMMIT_SECONDS = 10.0
-_ENOUGH_ROWS = 1000  # none of the first so many usable: the key is wrong, not the rows
+_ENOUGH_ROWS = 1000  # none of the first rows up to this number usable: the key is wrong, not the rows
 
 
 @dataclass
 class State:
-    """How far a run has come: what state.json holds, written after the bytes it speaks of are on disk."""
+    """How far a run has come: what state.json holds, written after the bytes it describes are on disk."""
 
     place: Place = field(default_factory=Place)
     read: int = 0  # bytes of text
@@ -67,7 +67,7 @@ class State:
 
 @dataclass
 class Indexed:
-    """What indexing came to: the data set's prefix, and the report also kept beside it."""
+    """The result of indexing: the data set's prefix, and the report also kept next to it."""
 
     prefix: str
     report: DataReport
@@ -87,7 +87,7 @@ def index_text(
 ) -> Indexed:
     """Make the data set `output` from `paths`. What another process has begun or made of the same is gone on with.
 
-    `identity` says that text is the same; without it each file's size and date do.
+    `identity` identifies the text; without it each file's size and date do.
     """
     files = [Path(path).expanduser() for path in paths]
     plan = _plan(files, job, format, identity)
@@ -98,9 +98,9 @@ def index_text(
         refuse_foreign(output, work, format, plan)
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
-            with only_one(work) as alone:
+            with only_one(work) as only_holder:
                 if (
-                    not alone
+                    not only_holder
                 ):  # files cannot be locked here: another process that makes the same has a folder of its own
                     work = work.with_name(f"{work.name}-{platform.node()}-{os.getpid()}")
                 made = _made(output, files, format, plan)
@@ -111,7 +111,7 @@ def index_text(
                     made = run.publish(run.report(num_proc), max_bad_fraction)
             lock = Path(f"{work}.lock")
             if lock.is_file() and not lock.is_symlink() and not lock.stat().st_size:
-                lock.unlink()  # those who wait hold it open, and find the result
+                lock.unlink()  # waiting processes hold it open, and find the result
         except OSError as error:
             raise DataError(f"tokens cannot be written: {error}", where=str(output), fix=way_out(error)) from error
     made.report.check(max_bad_fraction, bad_rows_of(output))
@@ -135,7 +135,7 @@ def _plan(files: Sequence[Path], job: TextJob, format: str, identity: Any) -> di
                 f"{file} {what}", where=str(file), fix="give files: .jsonl .txt .json .parquet, .gz of them"
             )
     if identity is None:
-        identity = [[str(file), (told := file.stat()).st_size, told.st_mtime_ns] for file in files]
+        identity = [[str(file), (stored := file.stat()).st_size, stored.st_mtime_ns] for file in files]
     return {
         "text": identity,
         "rules": cache_versions.DOCUMENTS,
@@ -157,10 +157,10 @@ def _made(output: Path, files: Sequence[Path], format: str, plan: dict[str, Any]
     if not pair[1].exists():  # published last
         return None
     try:
-        told = json.loads(Path(f"{pair[1]}.json").read_text(encoding="utf-8"))
+        stored = json.loads(Path(f"{pair[1]}.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        told = {}
-    if told.get("plan") != plan:
+        stored = {}
+    if stored.get("plan") != plan:
         raise DataError(
             f"{pair[1]} exists and was made from other text, or with other settings",
             where=f"--output {output}",
@@ -172,9 +172,9 @@ def _made(output: Path, files: Sequence[Path], format: str, plan: dict[str, Any]
             where=f"--output {output}",
             fix="remove it to index the text again, or give another --output",
         )
-    report = DataReport.from_dict(told["report"], _named(files))
+    report = DataReport.from_dict(stored["report"], _named(files))
     if len(files) > 1:
-        report.first_bad = [RowProblem(**problem) for problem in told["report"]["first_bad"]]
+        report.first_bad = [RowProblem(**problem) for problem in stored["report"]["first_bad"]]
     return Indexed(str(output), report, fresh=False)
 
 
@@ -199,13 +199,13 @@ class _Run:
 
     def _begun(self) -> State:
         try:
-            told = json.loads((self.work / STATE).read_text(encoding="utf-8"))
+            stored = json.loads((self.work / STATE).read_text(encoding="utf-8"))
         except FileNotFoundError:
             self.state = State()
-            self._keep()  # before any other file: it says whose folder this is
+            self._keep()  # before any other file: it records whose folder this is
             return self.state
-        if told.pop("plan", None) != self.plan:
-            if told.get("finished"):  # refused for its bad rows, and the text was mended since
+        if stored.pop("plan", None) != self.plan:
+            if stored.get("finished"):  # refused for its bad rows, and the text was fixed since
                 remove_work(self.work)
                 self.work.mkdir(exist_ok=True)
                 self.state = State()
@@ -216,14 +216,14 @@ class _Run:
                 where=str(self.work),
                 fix="give another --output, or remove that folder",
             )
-        return State(**(told | {"place": Place(*told["place"])}))
+        return State(**(stored | {"place": Place(*stored["place"])}))
 
     def report(self, num_proc: int) -> DataReport:
         """Read what is not read yet; then what all of it came to."""
         if not self.state.finished:
             with ExitStack() as stack:
                 out = {name: stack.enter_context(self._reopened(name)) for name in self.state.bytes_of}
-                if self.format == "npy" and not out[TOKENS].tell():  # room for what is known at the end
+                if self.format == "npy" and not out[TOKENS].tell():  # space for what is known at the end
                     out[TOKENS].write(mmap_files.npy_head(self.dtype, 0))
                 self._fill(out, num_proc, stack)
             self._close_index()
@@ -275,8 +275,8 @@ class _Run:
             out[SIZES].write(chunk.sizes.astype("<i4").tobytes())
             out[SEQUENCES].write(chunk.sequences.astype("<i4").tobytes())
             for line, kind, reason in chunk.bad:
-                told = asdict(RowProblem(str(self.files[place.file]), line, kind, reason))
-                out[BAD].write((json.dumps(told, ensure_ascii=False) + "\n").encode())
+                stored = asdict(RowProblem(str(self.files[place.file]), line, kind, reason))
+                out[BAD].write((json.dumps(stored, ensure_ascii=False) + "\n").encode())
                 kinds[kind] += 1
             if not state.documents and not len(chunk.sequences) and state.rows + chunk.rows >= _ENOUGH_ROWS:
                 raise self._hopeless(state.rows + chunk.rows, chunk)
@@ -331,8 +331,8 @@ class _Run:
         self._keep()
 
     def _keep(self) -> None:
-        told = asdict(self.state) | {"plan": self.plan, "place": list(self.state.place)}
-        _write(self.work / STATE, json.dumps(told).encode())
+        stored = asdict(self.state) | {"plan": self.plan, "place": list(self.state.place)}
+        _write(self.work / STATE, json.dumps(stored).encode())
 
     def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """Tokens of each sequence, and the document bounds among them."""
@@ -367,8 +367,8 @@ class _Run:
         else:
             listed.unlink(missing_ok=True)
         files = {tokens.name: sealed.record(tokens), index.name: sealed.record(self.work / INDEX)}
-        told = {"plan": self.plan, "report": report.to_dict(), "files": files}
-        _write(Path(f"{index}.json"), json.dumps(told).encode())
+        stored = {"plan": self.plan, "report": report.to_dict(), "files": files}
+        _write(Path(f"{index}.json"), json.dumps(stored).encode())
         sealed.sync(index.parent)
         os.replace(self.work / INDEX, index)
         sealed.sync(index.parent)
@@ -383,9 +383,9 @@ def _settle(file: IO[bytes]) -> None:
 
 def _write(path: Path, content: bytes) -> None:
     """Whole or not at all."""
-    beside = path.with_name(f".{path.name}.part")
-    beside.unlink(missing_ok=True)
-    with open(beside, "xb") as file:  # a link of that name is never followed
+    temporary = path.with_name(f".{path.name}.part")
+    temporary.unlink(missing_ok=True)
+    with open(temporary, "xb") as file:  # a link of that name is never followed
         file.write(content)
         _settle(file)
-    os.replace(beside, path)
+    os.replace(temporary, path)

@@ -17,7 +17,7 @@ from erniekit.data.text_job import TextJob
 from erniekit.data.token_cache import cores
 from erniekit.data.tokenizer import load_tokenizer
 from erniekit.errors import ConfigError
-from erniekit.log import paint, say, typed, warn
+from erniekit.log import emit, paint, typed, warn
 
 _DTYPES = ("uint8", "int8", "int16", "int32", "int64", "uint16")
 assert len(_DTYPES) == len(CODES)
@@ -37,25 +37,25 @@ def index_command(args: list[str]) -> int:
         num_proc=given.num_proc or cores(),
         max_bad_fraction=given.max_bad_fraction,
     )
-    _tell(made, given, dtype, time.monotonic() - began)
+    _print_result(made, given, dtype, time.monotonic() - began)
     return 0
 
 
-def _tell(made: Indexed, given: argparse.Namespace, dtype: str, seconds: float) -> None:
+def _print_result(made: Indexed, given: argparse.Namespace, dtype: str, seconds: float) -> None:
     report = made.report
     both = " and ".join(made.prefix + suffix for suffix in SUFFIXES[given.format])
-    say(f"{paint(both, 'bold')}: {report.samples:,} documents, {short(report.tokens)} tokens ({dtype})")
-    say(report.lines()[1].replace("a sample", "a document"))
+    emit(f"{paint(both, 'bold')}: {report.samples:,} documents, {short(report.tokens)} tokens ({dtype})")
+    emit(report.lines()[1].replace("a sample", "a document"))
     size = sum(Path(file).expanduser().stat().st_size for file in given.files) / 2**20
     if made.fresh:
-        say(f"  {size:,.1f} MiB of text; this run took {seconds:.1f} s")
+        emit(f"  {size:,.1f} MiB of text; this run took {seconds:.1f} s")
     else:
-        say("  it was there already, from the same text and settings")
+        emit("  it was there already, from the same text and settings")
     if report.bad:
         warn(f"{report.bad_rows:,} of {report.rows:,} rows are left out; {made.prefix}_bad_rows.jsonl names each")
     model = given.model_name_or_path
-    words = ("--stage", "PT", "--model_name_or_path", model, "--input_dir", made.prefix, "--output_dir", "out")
-    say(f"next: {typed('train', *words)}")
+    arguments = ("--stage", "PT", "--model_name_or_path", model, "--input_dir", made.prefix, "--output_dir", "out")
+    emit(f"next: {typed('train', *arguments)}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -83,8 +83,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _yes(word: str) -> bool:
+def _yes(text: str) -> bool:
     known = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-    if word.lower() not in known:
-        raise ConfigError(f"--append_eos takes True or False, not {word!r}", where="command line")
-    return known[word.lower()]
+    if text.lower() not in known:
+        raise ConfigError(f"--append_eos takes True or False, not {text!r}", where="command line")
+    return known[text.lower()]

@@ -38,10 +38,10 @@ def is_published(output: Path, format: str = "bin") -> bool:
 def is_intact(output: Path, format: str = "bin") -> bool:
     """Whether the files are those that were published; one of a version that kept no record of them is taken as is."""
     try:
-        told = json.loads(Path(f"{output}{mmap_files.SUFFIXES[format][1]}.json").read_text(encoding="utf-8"))
+        stored = json.loads(Path(f"{output}{mmap_files.SUFFIXES[format][1]}.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return "files" not in told or sealed.intact(output.parent, told["files"])
+    return "files" not in stored or sealed.intact(output.parent, stored["files"])
 
 
 def refuse_foreign(output: Path, work: Path, format: str, plan: dict[str, Any]) -> None:
@@ -58,15 +58,15 @@ def refuse_foreign(output: Path, work: Path, format: str, plan: dict[str, Any]) 
             fix="give another --output, or move it away",
         )
     tokens, index = (Path(str(output) + suffix) for suffix in mmap_files.SUFFIXES[format])
-    told, listed = Path(f"{index}.json"), bad_rows_of(output)
+    stored, listed = Path(f"{index}.json"), bad_rows_of(output)
     publishing = bool(state.get("finished")) and state.get("plan") == plan
-    ours = {
+    owned = {
         tokens: publishing and not (work / TOKENS).exists(),
-        told: publishing and _json(told).get("plan") == plan,
+        stored: publishing and _json(stored).get("plan") == plan,
         listed: publishing and _same(work / BAD, listed),
     }
-    for path, mine in ours.items():
-        if os.path.lexists(path) and (path.is_symlink() or not mine):
+    for path, is_ours in owned.items():
+        if os.path.lexists(path) and (path.is_symlink() or not is_ours):
             raise NotOurs(
                 f"{path.name} exists and was not written by this index run",
                 where=str(path),

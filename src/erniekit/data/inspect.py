@@ -22,9 +22,9 @@ from erniekit.data.stage_rows import STAGES, StageRows, stage_rows
 from erniekit.data.storage import listed_files
 from erniekit.data.thinking import has_thought
 from erniekit.data.tokenizer import load_tokenizer
-from erniekit.data.types import ChatMessage, RowProblem, Said
+from erniekit.data.types import ChatMessage, ParsedRow, RowProblem
 from erniekit.errors import ConfigError, DataError
-from erniekit.log import paint, say
+from erniekit.log import emit, paint
 from erniekit.printable import counted
 from erniekit.progress import WorkProgress
 from erniekit.registry import nearest
@@ -54,11 +54,11 @@ def data_command(args: list[str]) -> int:
             code = max(code, error.exit_code)
             unread.append(path)
             if len(unread) <= _ERRORS:
-                say("\n".join(error.lines()))
+                emit("\n".join(error.lines()))
     if more := unread[_ERRORS:]:
         named = ", ".join(more[:_ERRORS]) + (" ..." if len(more) > _ERRORS else "")
-        say(f"error: {counted(len(more), 'more file')} cannot be read as data: {named}")
-        say("fix:   name the data files themselves, or a folder that holds nothing else")
+        emit(f"error: {counted(len(more), 'more file')} cannot be read as data: {named}")
+        emit("fix:   name the data files themselves, or a folder that holds nothing else")
     return code
 
 
@@ -126,26 +126,26 @@ def _check(path: str, given: argparse.Namespace) -> int:
         quality.add(line, read)
         examples += len(read)
         unused.update(read[0].unused)
-        labels.update(said.spoken().label for said in read)
+        labels.update(said.contents().label for said in read)
         last = read[-1]  # of several conversations each is how the next begins
-        thoughts += sum(has_thought(message) for part in last.spoken().parts for message in part)
+        thoughts += sum(has_thought(message) for part in last.contents().parts for message in part)
         if isinstance(last, Preference):
             pairs.add(line, last)
     if not total:
         raise DataError("dataset holds no rows", where=path)
     bad = sum(kinds.values())
     what = counted(examples, found.noun)
-    say(f"{path}: {paint(found.format, 'bold')} ({found.why})")
-    say(f"  {counted(total, 'row')}, {what}, {counted(bad, 'bad row')} ({bad / total:.2%})")
+    emit(f"{path}: {paint(found.format, 'bold')} ({found.why})")
+    emit(f"  {counted(total, 'row')}, {what}, {counted(bad, 'bad row')} ({bad / total:.2%})")
     if thoughts:
         think = "answer has" if thoughts == 1 else "answers have"
-        say(f"  {thoughts:,} {think} a thought first; `train_thinking` decides how it is trained")
+        emit(f"  {thoughts:,} {think} a thought first; `train_thinking` decides how it is trained")
     if told := _label_line(labels, found):
-        say(f"  {told}")
+        emit(f"  {told}")
     if unused:
-        say(f"  {unused_line(unused)}")
+        emit(f"  {unused_line(unused)}")
     for line_of_text in (*quality.lines(), *pairs.lines()):
-        say(f"  {line_of_text}")
+        emit(f"  {line_of_text}")
     _say_bad(shown, kinds)
     return 1 if bad else 0
 
@@ -169,20 +169,20 @@ def _check_vision(path: str, rows: StageRows, given: argparse.Namespace) -> int:
     model = Path(given.model).expanduser() if given.model else None
     rules = model_rules(model, given.pixels)
     budget = measure(path, found, rules, given.length, model)
-    say(f"{path}: {paint(found.format, 'bold')} ({found.why})")
+    emit(f"{path}: {paint(found.format, 'bold')} ({found.why})")
     for line in budget_lines(path, budget, rules, given.length, model is not None):
-        say(line)
+        emit(line)
     _say_bad(budget.bad, budget.kinds)
     return 1 if budget.kinds else 0
 
 
 def _say_bad(shown: list[RowProblem], kinds: Counter[str]) -> None:
     for problem in shown:
-        say(f"  {paint(f'{problem.file}:{problem.line}', 'yellow')}: {problem.reason} [{problem.kind}]")
+        emit(f"  {paint(f'{problem.file}:{problem.line}', 'yellow')}: {problem.reason} [{problem.kind}]")
     rest = kinds - Counter(problem.kind for problem in shown)
     if rest:
         more = ", ".join(f"{k} {n:,}" for k, n in rest.most_common())
-        say(f"  ... and {rest.total():,} more: {more}")
+        emit(f"  ... and {rest.total():,} more: {more}")
 
 
 def _counted(path: str, found: StageRows) -> Iterator[tuple[int, Raw]]:
@@ -196,12 +196,12 @@ class _Quality:
     """Lengths, repeated rows, near-empty answers and the encoding of a file."""
 
     def __init__(self, path: str, found: StageRows, given: argparse.Namespace) -> None:
-        self.report = DataReport(path, found.format, encoding=file_encoding(path).said())
+        self.report = DataReport(path, found.format, encoding=file_encoding(path).describe())
         self.limit, self.over, self.sizes = given.length, list[int](), Counter[int]()
         self._rows = RowCounts()
         self._job = found.job if given.model else None
 
-    def add(self, line: int, read: Sequence[Said]) -> None:
+    def add(self, line: int, read: Sequence[ParsedRow]) -> None:
         self._rows.add([(line, row_key(read))], [line] * is_near_empty(read))
         if self._job is None:
             self.sizes[size_of(read)] += 1

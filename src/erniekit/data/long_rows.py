@@ -1,4 +1,4 @@
-"""Rows that give an example per answer, each with all that comes before: what one pass over the longest tells of them.
+"""Rows that give an example per answer, each with all that comes before: measured by one pass over the longest.
 
 Called by tokenise.py. Rendering every example of a long row by itself costs the square of its turns.
 """
@@ -46,9 +46,9 @@ class LongRow:
         """Those of example `number`, where they are the beginning of the longest's; None: they must be rendered."""
         if self._turns is None:
             return None
-        said = self._parsed[number]
-        assert isinstance(said, Conversation)
-        trained = [m.trained for m in said.messages if m.role == "assistant"]
+        row = self._parsed[number]
+        assert isinstance(row, Conversation)
+        trained = [m.trained for m in row.messages if m.role == "assistant"]
         return [
             turn if turn.trained == learnt else replace(turn, trained=learnt)
             for turn, learnt in zip(self._turns, trained)
@@ -65,9 +65,9 @@ class LongRow:
         # Only with tools is a prompt one piece; others lose their oldest turns to fit.
         pieces = list(accumulate((m.role == "tool" or bool(m.tool_calls) for m in longest.messages), max))
         too_long = []
-        for said in self._parsed:
-            assert isinstance(said, Conversation)
-            size = len(said.messages)
-            too_long.append((bool(said.tools) or pieces[size - 1]) and least[size - 1] > self._max_seq_len)
+        for row in self._parsed:
+            assert isinstance(row, Conversation)
+            size = len(row.messages)
+            too_long.append((bool(row.tools) or pieces[size - 1]) and least[size - 1] > self._max_seq_len)
         first = too_long.index(True) if True in too_long else len(too_long)
         return first if all(too_long[first:]) else len(too_long)

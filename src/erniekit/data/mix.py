@@ -50,8 +50,8 @@ class SampleOrder:
     """Every source is walked in passes, each pass a fresh permutation (file order when `shuffle` is off).
 
     random: each source gets its share of every block of positions, to within one draw; an epoch is as many
-        positions as the sources have samples. One source alone: an epoch is one pass.
-    concat: every sample of every source once an epoch; probabilities only decide who takes part.
+        positions as the sources have samples. With one source an epoch is one pass.
+    concat: every sample of every source once an epoch; probabilities only decide which take part.
     interleave_under, interleave_over: shares as given; an epoch ends when the first, or the last, source is
         used up.
     """
@@ -116,7 +116,7 @@ class SampleOrder:
         return sum(self._draws)
 
     def draws(self, positions: int, sources: int) -> list[int]:
-        """Of each of so many sources, how often it is drawn in the first positions."""
+        """Of each of the sources, how often it is drawn in the first positions."""
         counts = np.zeros(sources, dtype=np.int64)
         for start in range(0, positions, COUNTED):
             source, index = self.take(start, min(COUNTED, positions - start))
@@ -141,7 +141,7 @@ class SampleOrder:
         return self._memo[key]
 
     def _walk(self, k: int, first: int, count: int) -> np.ndarray:
-        """Draws [first, first + count) of live source k, pass after pass."""
+        """Draws [first, first + count) of used source k, pass after pass."""
         size, parts = self._sizes[k], []
         if not self.shuffle and not self._keys:
             return np.arange(first, first + count) % size
@@ -154,12 +154,12 @@ class SampleOrder:
             return parts[0]
         return np.concatenate(parts) if parts else np.zeros(0, np.int32)
 
-    def _seeded(self, *words: int) -> np.random.RandomState:
-        self._random.seed(self._seed_words(*words))
+    def _seeded(self, *numbers: int) -> np.random.RandomState:
+        self._random.seed(self._seed_key(*numbers))
         return self._random
 
-    def _seed_words(self, *words: int) -> np.ndarray:
-        return np.array([self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF, *words], dtype=np.uint32)
+    def _seed_key(self, *numbers: int) -> np.ndarray:
+        return np.array([self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF, *numbers], dtype=np.uint32)
 
     def _permutation(self, k: int, number: int) -> np.ndarray:
         order = np.arange(self._sizes[k], dtype=np.int32)
@@ -171,7 +171,7 @@ class SampleOrder:
         return order
 
     def _before(self, block: int) -> list[int]:
-        """Draws of each live source in all blocks before this one: differences of rounded running shares, so
+        """Draws of each used source in all blocks before this one: differences of rounded running shares, so
         they sum to the positions, never fall from block to block, and are within one draw of exact."""
         positions, running, bounds = block * self._block, Fraction(0), [0]
         for share in self._share:
@@ -198,7 +198,7 @@ class SampleOrder:
         return np.array(self._live, dtype=np.int64)[place], index
 
     def _arrange(self, counts: list[int], number: int) -> np.ndarray:
-        """Which live source stands at each position; within a source the order is its own."""
+        """Which used source is at each position; within a source the order is its own."""
         place = np.repeat(np.arange(len(counts), dtype=np.int16), counts)
         if self.shuffle:
             self._seeded(TABLE, number).shuffle(place)

@@ -75,8 +75,8 @@ class TokenFiles:
     def lengths(self, first: int, last: int) -> np.ndarray:
         """Tokens of documents [first, last)."""
         if len(self.docs) == len(self.sizes) + 1 and int(self.docs[-1]) == len(self.sizes):
-            alone = self.docs[first : last + 1]
-            if int(alone[0]) == first and int(alone[-1]) == last and (np.diff(alone) == 1).all():
+            bounds = self.docs[first : last + 1]
+            if int(bounds[0]) == first and int(bounds[-1]) == last and (np.diff(bounds) == 1).all():
                 return np.array(self.sizes[first:last])  # a sequence a document, as nearly always
         return np.diff(self.starts(np.arange(first, last + 1)))
 
@@ -103,7 +103,7 @@ class TokenFiles:
 
     @property
     def sampled(self) -> bool:
-        """Whether the fingerprint covers blocks of the tokens only; then `written` may tell of a change it missed."""
+        """Whether the fingerprint covers blocks of the tokens only; then `written` may show a change it missed."""
         return self.num_tokens * self.dtype.itemsize > WHOLE
 
     @property
@@ -187,8 +187,8 @@ def _open_bin(prefix: str) -> TokenFiles:
     expected = _HEAD.size + 12 * sequences + 8 * entries
     # One more byte a sequence: the modes that Megatron writes for data of several kinds. Text has no use for them.
     if size not in (expected, expected + sequences):
-        told = f"{sequences:,} sequences and {entries:,} document bounds need {expected:,} bytes, the file has {size:,}"
-        raise _broken(path, told)
+        text = f"{sequences:,} sequences and {entries:,} document bounds need {expected:,} bytes, the file has {size:,}"
+        raise _broken(path, text)
 
     def array(dtype: str, count: int, at: int) -> np.ndarray:
         # A plain view: a memmap's own class makes every slice slower.
@@ -221,14 +221,14 @@ def _open_npy(prefix: str) -> TokenFiles:
 
 
 def _check_npz(index: Path, tokens: int) -> None:
-    """A few bytes can unpack to, or announce, terabytes: no more than an entry for each token, and room to spare."""
+    """A few bytes can unpack to, or announce, terabytes: no more than an entry for each token, and some to spare."""
     limit = 16 * tokens + (64 << 20)
     try:
         with zipfile.ZipFile(index) as file:
             for entry in file.infolist():
                 if entry.file_size > limit:
-                    told = f"{entry.filename} unpacks to {entry.file_size:,} bytes for {tokens:,} tokens"
-                    raise _broken(index, told)
+                    text = f"{entry.filename} unpacks to {entry.file_size:,} bytes for {tokens:,} tokens"
+                    raise _broken(index, text)
                 with file.open(entry) as stored:
                     if stored.read(6) != _NPY_MAGIC:
                         continue
@@ -256,9 +256,9 @@ def _npy_head(path: Path) -> tuple[np.dtype[Any], int, int]:
             (length,) = struct.unpack("<I" if wide else "<H", file.read(4 if wide else 2))
             if magic[:6] != _NPY_MAGIC or length > _MAX_NPY_HEAD:
                 raise ValueError("no header")
-            told = ast.literal_eval(file.read(length).decode("latin-1"))
+            text = ast.literal_eval(file.read(length).decode("latin-1"))
             begin = file.tell()
-        dtype, (count,) = np.dtype(told["descr"]), told["shape"]
+        dtype, (count,) = np.dtype(text["descr"]), text["shape"]
         if not isinstance(count, int) or count < 0:
             raise ValueError("no size")
     except (
@@ -278,7 +278,7 @@ def _npy_head(path: Path) -> tuple[np.dtype[Any], int, int]:
 
 
 def _check(files: TokenFiles) -> None:
-    """Sequences follow each other without a gap, documents too, and the token file is as long as they say."""
+    """Sequences follow each other without a gap, documents too, and the token file is as long as they declare."""
     index = Path(files.prefix + (".idx" if files.path.suffix == ".bin" else "_idx.npz"))
     count, width, at = len(files.sizes), files.dtype.itemsize, 0
     for first in range(0, count, _STEP):
@@ -287,13 +287,13 @@ def _check(files: TokenFiles) -> None:
         wrong = (sizes < 0) | (pointers != ends - sizes * np.int64(width))
         if wrong.any():
             number = int(np.flatnonzero(wrong)[0])
-            told = f"sequence {first + number:,} of {sizes[number]:,} tokens is said to begin at byte"
-            raise _broken(index, f"{told} {pointers[number]:,}, not where the one before it ends")
+            text = f"sequence {first + number:,} of {sizes[number]:,} tokens is declared to begin at byte"
+            raise _broken(index, f"{text} {pointers[number]:,}, not where the one before it ends")
         at = int(ends[-1])
     size = files.path.stat().st_size - files.first_byte
     if size != at:
-        told = f"{index.name} describes {at:,} bytes of {files.dtype.name} tokens, the file holds {size:,}"
-        raise _broken(files.path, told)
+        text = f"{index.name} describes {at:,} bytes of {files.dtype.name} tokens, the file holds {size:,}"
+        raise _broken(files.path, text)
     docs = files.docs
     if not len(docs) or docs[0] != 0 or docs[-1] != count or (np.diff(docs) < 0).any():
         ends_at = f"from {docs[0]} to {docs[-1]:,}" if len(docs) else "nothing"
@@ -326,8 +326,8 @@ def write_idx(out: IO[bytes], dtype: np.dtype[Any], sizes: np.ndarray, docs: np.
 
 def npy_head(dtype: np.dtype[Any], count: int) -> bytes:
     """What stands before `count` tokens in a .npy: always NPY_HEAD bytes, so it can be filled in at the end."""
-    told = f"{{'descr': {dtype.str!r}, 'fortran_order': False, 'shape': ({count},), }}"
-    return b"\x93NUMPY\x01\x00" + struct.pack("<H", NPY_HEAD - 10) + told.ljust(NPY_HEAD - 11).encode() + b"\n"
+    text = f"{{'descr': {dtype.str!r}, 'fortran_order': False, 'shape': ({count},), }}"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", NPY_HEAD - 10) + text.ljust(NPY_HEAD - 11).encode() + b"\n"
 
 
 def write_npz(out: IO[bytes], sizes: np.ndarray, docs: np.ndarray) -> None:

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 from erniekit.data.quality import Read
 
-# An ideograph or kana alone, or a run of other letters and digits.
+# A single ideograph or kana, or a run of other letters and digits.
 _ALONE = r"\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_ALONE}]|[^\W_{_ALONE}]+")
-SHORTEST = 4  # words of an evaluation text; fewer say nothing about where a row comes from
+SHORTEST = 4  # words of an evaluation text; fewer do not show where a row comes from
 
 
 class OverlapIndex:
@@ -52,6 +52,6 @@ def _grams(words: list[str], size: int) -> Iterator[tuple[str, ...]]:
 
 
 def texts_of(read: Read) -> list[str]:
-    """What users and the assistant say; system texts are the same in many rows that have nothing to do with each
+    """Texts of users and assistant; system texts are the same in many rows that have nothing to do with each
     other."""
-    return [m.content for part in read[-1].spoken().parts for m in part if m.role != "system"]
+    return [m.content for part in read[-1].contents().parts for m in part if m.role != "system"]

@@ -1,6 +1,6 @@
 """Samples -> packs: which samples share one row of max_seq_len tokens. Pack number p is a pure function of p.
 
-The loader and the step estimate ask a PackStream; it looks at lengths only, so skipping ahead reads no token.
+The loader and the step estimate use a PackStream; it looks at lengths only, so skipping ahead reads no token.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _REPLAY_EPOCHS = 100
 _WINDOWS_KEPT = 8  # loader threads may be a few windows apart
 
 
-def fill_greedy(lengths: Sequence[int], room: int) -> list[int]:
-    """Bin of each sample: the one with the most free room (the first of equals), or a new one if none has."""
-    heap: list[tuple[int, int]] = []  # (-free room, bin)
+def fill_greedy(lengths: Sequence[int], space: int) -> list[int]:
+    """Bin of each sample: the one with the most free space (the first of equals), or a new one if none has."""
+    heap: list[tuple[int, int]] = []  # (-free space, bin)
     bins = []
     for length in lengths:
         if heap and length <= -heap[0][0]:
@@ -33,26 +33,26 @@ def fill_greedy(lengths: Sequence[int], room: int) -> list[int]:
             heapreplace(heap, (free + length, bin_))
         else:
             bin_ = len(heap)
-            heappush(heap, (length - room, bin_))
+            heappush(heap, (length - space, bin_))
         bins.append(bin_)
     return bins
 
 
-def fill_in_order(lengths: Sequence[int], room: int) -> list[int]:
+def fill_in_order(lengths: Sequence[int], space: int) -> list[int]:
     """Bin of each sample: the current one, or a new one if it does not fit."""
-    bins, bin_, used = [], -1, room
+    bins, bin_, used = [], -1, space
     for length in lengths:
         used += length
-        if used > room:
+        if used > space:
             bin_, used = bin_ + 1, length
         bins.append(bin_)
     return bins
 
 
-def fill_both(lengths: Sequence[int], room: int, costs: Sequence[int], most: int, greedy: bool) -> list[int]:
+def fill_both(lengths: Sequence[int], space: int, costs: Sequence[int], most: int, greedy: bool) -> list[int]:
     """As the two above, with a second budget: the costs of a bin are `most` at most, or those of one sample that costs
     more by itself."""
-    free: list[list[int]] = []  # of each bin: room, cost left
+    free: list[list[int]] = []  # of each bin: space, cost left
     bins = []
     for length, cost in zip(lengths, costs):
         open_ = range(len(free)) if greedy else range(max(0, len(free) - 1), len(free))
@@ -61,7 +61,7 @@ def fill_both(lengths: Sequence[int], room: int, costs: Sequence[int], most: int
             bin_ = max(fits, key=lambda b: (free[b][0], -b))
         else:
             bin_ = len(free)
-            free.append([room, most])
+            free.append([space, most])
         free[bin_][0] -= length
         free[bin_][1] -= cost
         bins.append(bin_)
@@ -74,7 +74,7 @@ class PackStream:
     greedy: windows of `buffer_size` samples, each by `fill_greedy`; off: the whole epoch by `fill_in_order`.
     `packing` off: one sample per pack.
     `epochs` bounds the stream (evaluation: 1); without it there is always a next pack.
-    costs: of each sample, beside its tokens (patches); a pack has `max_cost` of them at most.
+    costs: of each sample, besides its tokens (patches); a pack has `max_cost` of them at most.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class PackStream:
         return self._packs_before(self.epochs)
 
     def count_packs(self, epochs: float = 1) -> int:
-        """Packs in so many epochs. Shuffled epochs differ by a pack or so: each is replayed while cheap."""
+        """Packs in this number of epochs. Shuffled epochs differ by a pack or so: each is replayed while cheap."""
         replayed = max(1, min(_REPLAY_LIMIT // self._epoch, _REPLAY_EPOCHS))
         if epochs > replayed:
             return ceil(self._packs_before(replayed) * epochs / replayed)

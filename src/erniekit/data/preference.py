@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from erniekit.data.types import ChatMessage, Sample, Spoken
+from erniekit.data.types import ChatMessage, RowContent, Sample
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Preference:
     score_delta: float = 1.0  # how much better, in the data's own units
     unused: tuple[str, ...] = field(default=(), compare=False)  # as in Conversation
 
-    def spoken(self) -> Spoken:
-        return Spoken((self.prompt, self.chosen, self.rejected), (*self.chosen, *self.rejected), self.tools)
+    def contents(self) -> RowContent:
+        return RowContent((self.prompt, self.chosen, self.rejected), (*self.chosen, *self.rejected), self.tools)
 
 
 @dataclass(frozen=True)
 class PairRules:
-    """What decides a pair's tokens, beside what decides any sample's."""
+    """What decides a pair's tokens, besides what decides any sample's."""
 
     max_prompt_len: int  # tokens
     mask_out_eos_token: bool = True

@@ -25,7 +25,7 @@ class Answer:
 
     ids: list[int]
     scored: list[bool]  # whether this token's log-probability counts
-    thoughts: list[int]  # of each turn, how many tokens think
+    thoughts: list[int]  # of each turn, how many tokens are reasoning
 
     def cut(self, length: int) -> Answer:
         return Answer(self.ids[:length], self.scored[:length], self.thoughts)
@@ -48,23 +48,23 @@ def assemble_pair(
         return Dropped.by_template(refused)
     if not question:
         return Dropped("template", "the chat template renders the prompt as nothing")
-    room = max_seq_len + (not compat)  # of prompt and answers; see lay_out
-    longest = room if compat else rules.max_prompt_len  # ERNIEKit has max_prompt_len, and no use for it
+    space = max_seq_len + (not compat)  # of prompt and answers; see lay_out
+    longest = space if compat else rules.max_prompt_len  # ERNIEKit has max_prompt_len, and no use for it
     answers = len(chosen.ids) + len(rejected.ids)
     # ERNIEKit lets the begin token go with the oldest turn.
     begin = [] if compat or not past else [id for id in past[0].query_ids[:1] if id == tokenizer.begin_id]
-    dropped = turns_to_drop(past, question, len(begin), min(longest, room - answers))
+    dropped = turns_to_drop(past, question, len(begin), min(longest, space - answers))
     prompt = joined(past[dropped:]) + question
     if dropped and prompt[:1] != begin:
         prompt = begin + prompt
     if len(prompt) > longest and not compat:
         return Dropped("overlong", f"its last question alone has {len(prompt)} tokens, max_prompt_len is {longest}")
-    cut = len(prompt) + answers - room
+    cut = len(prompt) + answers - space
     if cut > 0:
-        if overlong == "drop" or room - len(prompt) < 2:
+        if overlong == "drop" or space - len(prompt) < 2:
             parts = f"{len(prompt)} + {len(chosen.ids)} + {len(rejected.ids)}"
-            return Dropped("overlong", f"its last question and answers have {parts} tokens and {room} fit")
-        chosen, rejected = _cut(chosen, rejected, room - len(prompt))
+            return Dropped("overlong", f"its last question and answers have {parts} tokens and {space} fit")
+        chosen, rejected = _cut(chosen, rejected, space - len(prompt))
     if not any(chosen.scored) or not any(rejected.scored):
         return Dropped("untrained", "an answer has nothing to score")
     alike = min(len(chosen.ids), len(rejected.ids)) if cut > 0 else None
@@ -88,14 +88,14 @@ def encode_answer(
     """Earlier turns, the last question through the generation prompt, and one of the answers."""
     before = tuple(replace(message, trained=False) for message in pair.prompt)
     count = sum(message.role == "assistant" for message in before)
-    said = turns(Conversation(kept(before + _all_trained(answer), thinking), pair.tools), tokenizer)
-    if len(said) < count + sum(message.role == "assistant" for message in answer):
+    all_turns = turns(Conversation(kept(before + _all_trained(answer), thinking), pair.tools), tokenizer)
+    if len(all_turns) < count + sum(message.role == "assistant" for message in answer):
         # Tools, or a template that rewrites earlier turns: all before the last answer is one query.
-        past, asked = [], said
+        past, last = [], all_turns
     else:
-        past, asked = said[:count], said[count:]
-    encoded = _answer(asked, tokenizer, rules.mask_out_eos_token, thinking == "mask")
-    return past, asked[0].query_ids, encoded
+        past, last = all_turns[:count], all_turns[count:]
+    encoded = _answer(last, tokenizer, rules.mask_out_eos_token, thinking == "mask")
+    return past, last[0].query_ids, encoded
 
 
 def _encode(
@@ -119,28 +119,28 @@ def _all_trained(answer: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
     return tuple(replace(message, trained=message.role == "assistant") for message in answer)
 
 
-def _answer(asked: list[Turn], tokenizer: Tokenizer, mask_out_eos: bool, mask_thoughts: bool) -> Answer:
-    """The first turn's answer, then whole turns; what the user says in between is not scored."""
+def _answer(turns_: list[Turn], tokenizer: Tokenizer, mask_out_eos: bool, mask_thoughts: bool) -> Answer:
+    """The first turn's answer, then whole turns; user messages in between are not scored."""
     ids: list[int] = []
     scored: list[bool] = []
-    for number, turn in enumerate(asked):
+    for number, turn in enumerate(turns_):
         query = turn.query_ids if number else []
-        said = turn.answer_ids
-        if number == len(asked) - 1 and not (said and tokenizer.is_special(said[-1])):
-            said = [*said, tokenizer.eos_id]  # the template closes answers with nothing the model could stop at
-        ends = bool(said) and tokenizer.is_special(said[-1])
-        ids += query + said
+        answer = turn.answer_ids
+        if number == len(turns_) - 1 and not (answer and tokenizer.is_special(answer[-1])):
+            answer = [*answer, tokenizer.eos_id]  # the template closes answers with nothing the model could stop at
+        ends = bool(answer) and tokenizer.is_special(answer[-1])
+        ids += query + answer
         masked = turn.thought if mask_thoughts else 0
-        scored += [False] * (len(query) + masked) + [True] * (len(said) - ends - masked) + [not mask_out_eos] * ends
-    return Answer(ids, scored, [turn.thought for turn in asked])
+        scored += [False] * (len(query) + masked) + [True] * (len(answer) - ends - masked) + [not mask_out_eos] * ends
+    return Answer(ids, scored, [turn.thought for turn in turns_])
 
 
-def turns_to_drop(past: list[Turn], question: list[int], begin: int, room: int) -> int:
+def turns_to_drop(past: list[Turn], question: list[int], begin: int, space: int) -> int:
     """How many of the oldest turns go so that the rest fits, `begin` tokens in front; all if it never does."""
     sizes = [len(turn.query_ids) + len(turn.answer_ids) for turn in past]
     length = len(question) + sum(sizes)
     dropped = 0
-    while dropped < len(past) and length > room:
+    while dropped < len(past) and length > space:
         length -= sizes[dropped] - (begin if not dropped else 0)
         dropped += 1
     return dropped
@@ -156,11 +156,11 @@ def _common(one: list[int], other: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
-def _cut(chosen: Answer, rejected: Answer, room: int) -> tuple[Answer, Answer]:
+def _cut(chosen: Answer, rejected: Answer, space: int) -> tuple[Answer, Answer]:
     """The longer answer's end goes first, then the ends of both."""
-    half = room // 2
-    of_chosen = max(half, room - len(rejected.ids))
-    return chosen.cut(of_chosen), rejected.cut(room - min(of_chosen, len(chosen.ids)))
+    half = space // 2
+    of_chosen = max(half, space - len(rejected.ids))
+    return chosen.cut(of_chosen), rejected.cut(space - min(of_chosen, len(chosen.ids)))
 
 
 def lay_out(
@@ -178,7 +178,7 @@ def lay_out(
         ids = prompt + chosen.ids[:-1] + prompt[-1:] + rejected.ids[:-1]
         shared = len(prompt) - 1
         ignored, after = [IGNORE] * shared, []
-    # What a model learns to say at the end of an answer is eos (assemble.py); ERNIEKit scores the end token here.
+    # The target at the end of an answer is eos (assemble.py); ERNIEKit scores the end token here.
     end, eos = tokenizer.end_id, tokenizer.end_id if compat else tokenizer.eos_id
     labels = [
         (eos if id == end else id) if scored else IGNORE

@@ -1,10 +1,10 @@
 """Every prefix of a conversation from one pass through its chat template, where that is provably the same text.
 
-Used by template.py, for training rows and for prompts alike: rendering each prefix by itself costs the square of the
+Used by template.py, for training rows and for prompts: rendering each prefix by itself costs the square of the
 turns.
 
-The template's last outer loop takes its messages from a feed that notes how much is written whenever the loop asks for
-the next one. Rendering is deterministic: before it asks for message i it has seen messages[:i] only, so what stands
+The template's last outer loop takes its messages from a feed that notes how much is written whenever the loop takes
+the next one. Rendering is deterministic: before it takes message i it has seen messages[:i] only, so what stands
 there is how the rendering of messages[:i] begins. That rendering ends with what stands behind the loop, which is the
 same for all of them if it reads neither messages nor anything the template assigns. Where a template looks ahead
 (loop.last, a length, a negative index) no place is noted, and the caller renders that prefix by itself.
@@ -24,7 +24,7 @@ from jinja2 import nodes
 from erniekit.data.template_limit import limited
 
 _NEXT, _ENTER, _LEAVE = "__next_message", "__enter_message", "__leave_message"
-# Behind the loop: what may give something else than text that depends on the template's variables alone.
+# Behind the loop: what may give something else than text that depends only on the template's variables.
 _IMPURE = (nodes.Call, nodes.CallBlock, nodes.Macro, nodes.Block, nodes.Include, nodes.Import, nodes.FromImport)
 
 
@@ -32,7 +32,7 @@ _IMPURE = (nodes.Call, nodes.CallBlock, nodes.Macro, nodes.Block, nodes.Include,
 class Prefixes:
     text: str  # all messages, no generation prompt
     ends: Mapping[int, int]  # the first i messages are text[:ends[i]]; only where that is proven
-    generation_prompt: str  # what follows a prefix that asks for an answer
+    generation_prompt: str  # what follows a prefix with a generation prompt
 
 
 def instrumented(env: jinja2.Environment, source: str) -> jinja2.Template | None:
@@ -57,8 +57,8 @@ def render_prefixes(
 ) -> Prefixes | None:
     """Two passes, with and without a generation prompt; None where one is not how the other begins."""
     text, ends, closing = _passed(template, {**variables, "add_generation_prompt": False}, messages)
-    asked, same_ends, prompt = _passed(template, {**variables, "add_generation_prompt": True}, messages)
-    if text != asked or ends != same_ends or closing:
+    prompted, same_ends, prompt = _passed(template, {**variables, "add_generation_prompt": True}, messages)
+    if text != prompted or ends != same_ends or closing:
         return None
     return Prefixes(text, ends, prompt)
 
@@ -114,12 +114,12 @@ def _call(name: str, *args: nodes.Expr) -> nodes.Call:
 
 
 class _Track:
-    """What the template has seen of its messages, and where it stood when its loop asked for each of them."""
+    """What the template has read of its messages, and where it stood when its loop took each of them."""
 
     def __init__(self, count: int) -> None:
         self.count, self.size = count, 0
         self.ends: dict[int, int] = {}
-        self._known = 0  # messages before this one have been seen, or asked for
+        self._known = 0  # messages before this one have been read
         self._inside = self._looped = False
 
     def enter(self) -> None:
@@ -129,7 +129,7 @@ class _Track:
         self._inside = False
 
     def look(self, index: int) -> None:
-        """Message `index` is asked for out of turn: with fewer messages the template may go another way from here."""
+        """Message `index` is read out of turn: with fewer messages the template may go another way from here."""
         self._known = max(self._known, index + 1)
 
     def look_at_all(self) -> None:
@@ -148,55 +148,55 @@ class _Track:
                 self.ends[index] = self.size
             self.look(index)
             if index < self.count:
-                yield messages._said[index]
+                yield messages._messages[index]
 
 
 class _Feed:
-    """`messages` as a template sees it. Anything that would tell how many there are is noted as a look at all."""
+    """`messages` as a template sees it. Anything that would show how many there are is noted as a look at all."""
 
-    __slots__ = ("_first", "_said", "_track")
+    __slots__ = ("_first", "_messages", "_track")
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, said: Sequence[Mapping[str, Any]], first: int, track: _Track) -> None:
-        self._said, self._first, self._track = said, first, track
+    def __init__(self, messages: Sequence[Mapping[str, Any]], first: int, track: _Track) -> None:
+        self._messages, self._first, self._track = messages, first, track
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, slice):
             return self._slice(key)
         if not isinstance(key, int) or key < 0:
             self._track.look_at_all()
-            return list(self._said[self._first :])[key]
+            return list(self._messages[self._first :])[key]
         self._track.look(self._first + key)
-        return self._said[self._first + key]
+        return self._messages[self._first + key]
 
     def _slice(self, key: slice) -> Any:
         start = key.start or 0
         if not isinstance(start, int) or start < 0 or key.stop is not None or key.step not in (None, 1):
             self._track.look_at_all()
-            return list(self._said[self._first :])[key]
-        return _Feed(self._said, self._first + start, self._track)
+            return list(self._messages[self._first :])[key]
+        return _Feed(self._messages, self._first + start, self._track)
 
     def __iter__(self) -> Iterator[Any]:
-        for index in range(self._first, len(self._said) + 1):
+        for index in range(self._first, len(self._messages) + 1):
             self._track.look(index)
-            if index < len(self._said):
-                yield self._said[index]
+            if index < len(self._messages):
+                yield self._messages[index]
 
     def __bool__(self) -> bool:
         self._track.look(self._first)
-        return self._first < len(self._said)
+        return self._first < len(self._messages)
 
     def __len__(self) -> int:
         self._track.look_at_all()
-        return max(0, len(self._said) - self._first)
+        return max(0, len(self._messages) - self._first)
 
     def __eq__(self, other: object) -> bool:
         self._track.look_at_all()
-        return list(self._said[self._first :]) == other
+        return list(self._messages[self._first :]) == other
 
     def __repr__(self) -> str:
         self._track.look_at_all()
-        return repr(list(self._said[self._first :]))
+        return repr(list(self._messages[self._first :]))
 
     def __getattr__(self, name: str) -> NoReturn:  # a list's methods
         self._track.look_at_all()

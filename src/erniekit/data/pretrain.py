@@ -1,4 +1,4 @@
-"""Pre-training data of a run: which token files, blended how, as the rows that the loader asks for by number.
+"""Pre-training data of a run: which token files, blended how, as the rows that the loader reads by number.
 
 recipes/ open it: `open_corpora` for files that are indexed, `index_online` for text that is not, then PretrainData.
 """
@@ -89,7 +89,7 @@ class Blend:
 
 
 class RowStream:
-    """What the loader asks like a PackStream: `stream[p]` is what row p of the run is made of."""
+    """The loader reads it like a PackStream: `stream[p]` is what row p of the run is made of."""
 
     def __init__(self, blend: Blend, sources: Sequence[DocumentRows], rows: int, epochs: int | None) -> None:
         self.blend, self.sources, self.rows, self.epochs = blend, sources, rows, epochs
@@ -183,10 +183,10 @@ class PretrainData:
     def lines(self) -> list[str]:
         out = []
         for source, share in zip(self.sources, self.shares):
-            told = f"{len(source.part):,} documents, {short(source.tokens)} tokens, {source.rows:,} rows"
+            text = f"{len(source.part):,} documents, {short(source.tokens)} tokens, {source.rows:,} rows"
             passes = float(share) * len(self) / source.rows
             blended = f", {float(share):.1%} of the rows ({passes:.2f} passes an epoch)" if len(self.shares) > 1 else ""
-            out.append(f"{source.files.name}: {told}{blended}")
+            out.append(f"{source.files.name}: {text}{blended}")
         return out
 
 
@@ -214,9 +214,9 @@ def open_corpora(
     """
     if data_filelist:
         named, numbers = _listed(data_filelist), _listed(data_weights) if data_weights else None
-        weights = [_number(word, "data_weights") for word in numbers] if numbers is not None else None
+        weights = [_number(text, "data_weights") for text in numbers] if numbers is not None else None
     else:
-        named, weights = _words(input_dir or "")
+        named, weights = _weighted_names(input_dir or "")
     if not named:
         raise ConfigError(
             "no pre-training data is named",
@@ -237,35 +237,35 @@ def open_corpora(
     return [open_files(several[0]) for several in prefixes], weights
 
 
-def _words(input_dir: str) -> tuple[list[str], list[float] | None]:
-    words = input_dir.split()
+def _weighted_names(input_dir: str) -> tuple[list[str], list[float] | None]:
+    parts = input_dir.split()
     whole = Path(input_dir).expanduser()
-    if not words:
+    if not parts:
         return [], None
     if whole.is_dir() or any(Path(f"{whole}{end}").is_file() for pair in SUFFIXES.values() for end in pair):
         return [input_dir], None  # one path, with or without blanks in it
-    if len(words) < 2:
-        return words, None
-    if len(words) % 2 or not all(_is_number(word) for word in words[::2]):
-        if any(_is_number(word) for word in words):
+    if len(parts) < 2:
+        return parts, None
+    if len(parts) % 2 or not all(_is_number(text) for text in parts[::2]):
+        if any(_is_number(text) for text in parts):
             raise ConfigError(
                 f"{input_dir!r} is not weight and prefix by turns", where="input_dir", fix='as in "0.7 web 0.3 books"'
             )
-        return words, None
-    return words[1::2], [float(word) for word in words[::2]]
+        return parts, None
+    return parts[1::2], [float(text) for text in parts[::2]]
 
 
-def _is_number(word: str) -> bool:
+def _is_number(text: str) -> bool:
     try:
-        return float(word) == float(word)
+        return float(text) == float(text)
     except ValueError:
         return False
 
 
-def _number(word: str, key: str) -> float:
-    if not _is_number(word):
-        raise ConfigError(f"{word!r} is not a number", where=key)
-    return float(word)
+def _number(text: str, key: str) -> float:
+    if not _is_number(text):
+        raise ConfigError(f"{text!r} is not a number", where=key)
+    return float(text)
 
 
 def _listed(value: str) -> list[str]:
@@ -290,8 +290,8 @@ def index_online(
     reports: list[DataReport] = []
     for path in map(Path, paths):
         content = digest_of(path)[0]
-        told = [content, tokenizer.fingerprint, json_key, "".join(path.suffixes[-2:]), cache_versions.DOCUMENTS]
-        key = hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
+        text = [content, tokenizer.fingerprint, json_key, "".join(path.suffixes[-2:]), cache_versions.DOCUMENTS]
+        key = hashlib.blake2b(json.dumps(text).encode(), digest_size=16).hexdigest()
         prefix = Path(cache_dir or default_cache_dir()) / "documents" / key / "text"
         _remove_damaged(prefix)
         made = index_text(

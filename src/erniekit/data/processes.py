@@ -53,7 +53,7 @@ class Idle:
         self.again()
 
     def again(self) -> None:
-        """There was a sign of life. Cheap: the system is asked only where no other follows."""
+        """There was a heartbeat. Cheap: the system is queried only where no other follows."""
         self.seconds, self._at = 0.0, time.monotonic()
         self._since, self._times = self._at, None
 

@@ -1,4 +1,4 @@
-"""What rows are like beyond being readable: repeated ones, answers that say next to nothing, lengths.
+"""What rows are like beyond being readable: repeated ones, nearly empty answers, lengths.
 
 Counted by tokenise.py for a run's report, and by `erniekit data` and `erniekit data clean`.
 """
@@ -13,34 +13,34 @@ from collections.abc import Sequence
 import numpy as np
 
 from erniekit.data.report import SHOWN_LINES, DataReport
-from erniekit.data.types import ChatMessage, Conversation, Said
+from erniekit.data.types import ChatMessage, Conversation, ParsedRow
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _PLACEHOLDERS = ("n/a", "na", "none", "null", "nan", "todo", "tbd", "undefined")
-Read = Sequence[Said]  # what one row became
+Read = Sequence[ParsedRow]  # what one row became
 
 
 def row_key(read: Read) -> int:
-    """64 bits that are the same for rows that say the same, whatever else they hold."""
+    """64 bits that are the same for rows of the same content, whatever else they hold."""
     digest = hashlib.blake2b(digest_size=8)
     # of several conversations of a row each is how the next begins; of a pair judged one by one both answers count
-    for said in read[-1:] if isinstance(read[-1], Conversation) else read:
-        spoken = said.spoken()
-        for part in spoken.parts:
+    for one in read[-1:] if isinstance(read[-1], Conversation) else read:
+        contents = one.contents()
+        for part in contents.parts:
             for m in part:
                 calls = json.dumps(m.tool_calls, sort_keys=True, default=str) if m.tool_calls else ""
                 # a row that is read and not learnt is no copy of one that is learnt
                 end = "\1" if m.trained else "\3"
                 digest.update("\0".join((m.role, m.content, m.thought, calls, end)).encode("utf-8", "replace"))
             digest.update(b"\2")
-        digest.update(json.dumps(spoken.tools, sort_keys=True, default=str).encode("utf-8", "replace"))
-        digest.update(spoken.label.encode("utf-8", "replace"))
+        digest.update(json.dumps(contents.tools, sort_keys=True, default=str).encode("utf-8", "replace"))
+        digest.update(contents.label.encode("utf-8", "replace"))
     return int.from_bytes(digest.digest(), "little")
 
 
 def is_near_empty(read: Read) -> bool:
     """Some trained answer has no letter or digit, or is a placeholder such as N/A."""
-    answers = (message for said in read for message in said.spoken().answers)
+    answers = (message for one in read for message in one.contents().answers)
     return any(_says_nothing(m) for m in answers if m.role == "assistant" and m.trained and not m.tool_calls)
 
 
@@ -50,7 +50,7 @@ def _says_nothing(message: ChatMessage) -> bool:
 
 
 def repeated(keys: np.ndarray, lines: np.ndarray) -> list[tuple[int, int]]:
-    """(line, line of the first that says the same), of every row that repeats an earlier one, in order."""
+    """(line, line of the first with the same content), of every row that repeats an earlier one, in order."""
     if not len(keys):
         return []
     order = np.argsort(keys, kind="stable")
@@ -83,8 +83,8 @@ class RowCounts:
 
 
 def size_of(read: Read) -> int:
-    """Characters of what is said."""
-    return sum(len(m.content) + len(m.thought) for part in read[-1].spoken().parts for m in part)
+    """Characters of the messages."""
+    return sum(len(m.content) + len(m.thought) for part in read[-1].contents().parts for m in part)
 
 
 def length_line(sizes: Counter[int], unit: str) -> str:
@@ -93,9 +93,9 @@ def length_line(sizes: Counter[int], unit: str) -> str:
     counts = np.array([sizes[int(value)] for value in values], np.int64)
     below, total = np.cumsum(counts), int(counts.sum())
     quantile = {name: int(values[np.searchsorted(below, q * total)]) for name, q in (("median", 0.5), ("p95", 0.95))}
-    told = {"min": int(values[0]), **quantile, "max": int(values[-1])}
+    numbers_shown = {"min": int(values[0]), **quantile, "max": int(values[-1])}
     bins = np.bincount(np.ceil(np.log2(np.maximum(values, 1))).astype(int), weights=counts)
     first = int(np.flatnonzero(bins)[0])
     bars = "".join(_BARS[int(-(-8 * n // bins.max()))] for n in bins[first:])
-    numbers = ", ".join(f"{name} {value:,}" for name, value in told.items())
+    numbers = ", ".join(f"{name} {value:,}" for name, value in numbers_shown.items())
     return f"{unit}: {numbers}  {bars} ({2**first:,} to {2 ** (len(bins) - 1):,})"

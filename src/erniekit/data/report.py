@@ -1,4 +1,4 @@
-"""What reading one dataset file came to: counts, bad rows, lengths. Kept beside the token cache, printed at start.
+"""The result of reading one dataset file: counts, bad rows, lengths. Kept with the token cache, printed at start.
 
 tokenise.py fills a DataReport, recipes print `lines()` and put `to_dict()` into the run's report.
 """
@@ -40,12 +40,12 @@ class DataReport:
     truncated_tokens: int = 0
     unused: dict[str, int] = field(default_factory=dict)  # field -> rows in which it holds something no reader takes
     encoding: str = ""  # and how it was found; empty for UTF-8
-    duplicates: int = 0  # rows that say the same as an earlier one
+    duplicates: int = 0  # rows with the same content as an earlier one
     first_duplicates: list[tuple[int, int]] = field(default_factory=list)  # (line, line of the first)
-    near_empty: int = 0  # rows with an answer that says next to nothing
+    near_empty: int = 0  # rows with a nearly empty answer
     first_near_empty: list[int] = field(default_factory=list)  # their lines
     thinking: str = "all"  # the rule for thoughts
-    thoughts: int = 0  # answers that think first, in rows that gave samples
+    thoughts: int = 0  # answers with reasoning, in rows that gave samples
     thoughts_in: int = 0  # of them, those whose thought is in its sample
     thought_tokens: int = 0
     tokens: int = 0
@@ -81,7 +81,7 @@ class DataReport:
         return self.trained_tokens / self.tokens if self.tokens else 0.0
 
     def measure(self, lengths: np.ndarray) -> None:
-        """Fill in what the samples' lengths say."""
+        """Fills in what follows from the samples' lengths."""
         self.samples, self.tokens = len(lengths), int(lengths.sum(dtype=np.int64))
         if not len(lengths):
             return
@@ -111,7 +111,7 @@ class DataReport:
         self.desirable = int((parts["score_delta"] > 0).sum())
 
     def check(self, max_bad_fraction: float, bad_rows_path: Path) -> None:
-        """Stop a run whose data is not what its owner thinks it is."""
+        """Stops a run whose data is not what its owner expects."""
         if self.bad_fraction > max_bad_fraction:
             shown = [f"{p.file}:{p.line}  {p.kind}: {p.reason}" for p in _different(self.first_bad[:SHOWN])]
             more = self.bad_rows - len(shown)
@@ -141,11 +141,11 @@ class DataReport:
             + (" (cached)" if self.from_cache else " (so far)" if self.so_far else "")
         ]
         if self.lengths:
-            told = ", ".join(f"{name} {n:,}" for name, n in self.lengths.items())
+            text = ", ".join(f"{name} {n:,}" for name, n in self.lengths.items())
             top = max(n for _, n in self.histogram)
             bars = "".join(_BARS[-(-8 * n // top)] for _, n in self.histogram)
             one = "an answer" if what == "answer" else f"a {what}"
-            out.append(f"  tokens {one}: {told}  {bars} (to {self.histogram[-1][0]:,})")
+            out.append(f"  tokens {one}: {text}  {bars} (to {self.histogram[-1][0]:,})")
         if self.pictures or self.videos:
             share = self.vision_tokens / self.tokens if self.tokens else 0
             out.append(
@@ -153,12 +153,12 @@ class DataReport:
                 f"{short(self.vision_tokens)} tokens ({share:.0%} of all)"
             )
         if self.pair_lengths:
-            median = ", ".join(f"{name} {told['median']:,}" for name, told in self.pair_lengths.items())
-            most = ", ".join(f"{told['max']:,}" for told in self.pair_lengths.values())
-            told = f"chosen is longer in {self.chosen_longer / self.samples:.0%} of the pairs"
+            median = ", ".join(f"{name} {text['median']:,}" for name, text in self.pair_lengths.items())
+            most = ", ".join(f"{text['max']:,}" for text in self.pair_lengths.values())
+            text = f"chosen is longer in {self.chosen_longer / self.samples:.0%} of the pairs"
             if self.desirable is not None:
-                told = f"{self.desirable:,} answers are desirable, {self.samples - self.desirable:,} are not"
-            out.append(f"  of it, median: {median} (at most {most}); {told}")
+                text = f"{self.desirable:,} answers are desirable, {self.samples - self.desirable:,} are not"
+            out.append(f"  of it, median: {median} (at most {most}); {text}")
         if self.bad:
             out.append(f"  bad rows: {_counts(self.bad)} ({self.bad_fraction:.3%})")
             out += [f"    {Path(p.file).name}:{p.line}  {p.reason}" for p in self.first_bad[:3]]
@@ -168,8 +168,8 @@ class DataReport:
         if self.dropped_turns or self.truncated_tokens:
             out.append(f"  to fit: {self.dropped_turns:,} older turns and {self.truncated_tokens:,} tokens left out")
         if self.rewritten_turns:
-            told = "are read and not trained: the chat template rewrites them once they are history"
-            out.append(f"  earlier answers: {self.rewritten_turns:,} {told}")
+            text = "are read and not trained: the chat template rewrites them once they are history"
+            out.append(f"  earlier answers: {self.rewritten_turns:,} {text}")
         if self.thoughts:
             out.append("  " + self._thoughts())
         if self.unused:
@@ -188,14 +188,14 @@ class DataReport:
         return asdict(self) | {"trained_share": round(self.trained_share, 4)}
 
     @classmethod
-    def from_dict(cls, told: dict[str, Any], file: str) -> DataReport:
+    def from_dict(cls, values: dict[str, Any], file: str) -> DataReport:
         """As stored; `file` is where the same bytes lie now."""
-        told = {key: told[key] for key in cls.__dataclass_fields__ if key in told} | {"file": file}
+        values = {key: values[key] for key in cls.__dataclass_fields__ if key in values} | {"file": file}
         for key in ("first_bad", "first_dropped"):
-            told[key] = [RowProblem(**(problem | {"file": file})) for problem in told[key]]
-        told["first_duplicates"] = [(line, first) for line, first in told.get("first_duplicates", ())]
-        told["histogram"] = [(top, n) for top, n in told["histogram"]]
-        return cls(**told)
+            values[key] = [RowProblem(**(problem | {"file": file})) for problem in values[key]]
+        values["first_duplicates"] = [(line, first) for line, first in values.get("first_duplicates", ())]
+        values["histogram"] = [(top, n) for top, n in values["histogram"]]
+        return cls(**values)
 
 
 def _different(problems: Sequence[RowProblem]) -> list[RowProblem]:
@@ -228,9 +228,9 @@ def quality_lines(report: DataReport) -> list[str]:
 def unused_line(fields: Mapping[str, int]) -> str:
     """Fields of rows that hold something and are not understood, most frequent first."""
     named = sorted(fields.items(), key=lambda item: (-item[1], item[0]))
-    told = [f"`{name}` in {count:,} row{'s' * (count > 1)}" for name, count in named[:SHOWN_FIELDS]]
+    text = [f"`{name}` in {count:,} row{'s' * (count > 1)}" for name, count in named[:SHOWN_FIELDS]]
     more = len(named) - SHOWN_FIELDS
-    return "fields not used: " + ", ".join([*told, f"and {more:,} more fields"] if more > 0 else told)
+    return "fields not used: " + ", ".join([*text, f"and {more:,} more fields"] if more > 0 else text)
 
 
 def total_lines(reports: Sequence[DataReport]) -> list[str]:

@@ -40,11 +40,11 @@ class RewardJob(TokeniseJob):
             pair = replace(pair, score_delta=number(row["margin"], "margin"), unused=unused)
         return [pair]
 
-    def assemble(self, said: Preference, known: list[Turn] | None = None) -> Assembled | Dropped:
+    def assemble(self, row: Preference, known: list[Turn] | None = None) -> Assembled | Dropped:
         assert self.pairs is not None
         # One token less than a row of log-probabilities takes: here the last token of each answer is read, too.
         return assemble_pair(
-            said, self.tokenizer, self.max_seq_len - 1, self.pairs, self.overlong, False, self.thinking, ends_scored
+            row, self.tokenizer, self.max_seq_len - 1, self.pairs, self.overlong, False, self.thinking, ends_scored
         )
 
 

@@ -36,10 +36,10 @@ def in_parallel(chunks: Iterable[Rows], job: RowWork[Made], num_proc: int) -> It
     for worker in workers:
         free.put(worker)
 
-    def ask(batch: Rows) -> Made:
+    def run(batch: Rows) -> Made:
         worker = free.get()
         try:
-            return worker.ask(batch)
+            return worker.run(batch)
         finally:
             free.put(worker)
 
@@ -47,7 +47,7 @@ def in_parallel(chunks: Iterable[Rows], job: RowWork[Made], num_proc: int) -> It
     ahead: deque[Future[Made]] = deque()
     try:
         for batch in chunks:
-            ahead.append(pool.submit(ask, batch))
+            ahead.append(pool.submit(run, batch))
             if len(ahead) > 2 * num_proc:
                 yield _awaited(ahead.popleft())
         while ahead:
@@ -86,7 +86,7 @@ class RowWorker(Generic[Made]):
         self._send(sys.path)
         self._send(pickle.dumps(job))  # apart: a job that does not open must leave the pipe readable
 
-    def ask(self, batch: Rows) -> Made:
+    def run(self, batch: Rows) -> Made:
         try:
             self._send(batch)
             answer = pickle.load(self._process.stdout)  # type: ignore[arg-type]
@@ -117,19 +117,19 @@ class RowWorker(Generic[Made]):
 
 
 def serve() -> None:
-    """The worker's life: a job, then rows in and what it makes of them out until the parent closes the pipe or dies."""
+    """The worker's loop: a job, then rows in and what it makes of them out until the parent closes the pipe or ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    asked = sys.stdin.buffer
+    requests = sys.stdin.buffer
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever a library prints must not end up between the answers
     job: RowWork[Any] | Exception
     try:
-        job = pickle.loads(pickle.load(asked))  # opens the tokenizer again, from its folder
+        job = pickle.loads(pickle.load(requests))  # opens the tokenizer again, from its folder
     except Exception as error:
         job = error
     while True:
         try:
-            batch = pickle.load(asked)
+            batch = pickle.load(requests)
         except EOFError:
             return
         try:

@@ -59,13 +59,13 @@ def intact(folder: Path, files: Mapping[str, Record]) -> bool:
     try:
         if any((folder / name).stat().st_size != size for name, (size, _) in files.items()):
             return False
-        return bool(files) and all(record(folder / name) == [*told] for name, told in files.items())
+        return bool(files) and all(record(folder / name) == [*recorded] for name, recorded in files.items())
     except (OSError, ValueError, TypeError, AttributeError):
         return False
 
 
 def seal(folder: Path) -> None:
-    """The records of a folder's files go beside them."""
+    """The records of a folder's files are stored with them."""
     files = records(folder)
     (folder / SEAL).write_text(json.dumps({"files": files}), encoding="utf-8")
     sync(folder / SEAL)

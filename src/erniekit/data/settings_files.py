@@ -1,4 +1,4 @@
-"""The JSON files and templates beside a vocabulary, read within bounds and with the kind of every value checked.
+"""The JSON files and templates next to a vocabulary, read within bounds and with the kind of every value checked.
 
 Called by tokenizer.py. They come from a stranger's folder: a value of another kind is refused with its key.
 """
@@ -21,7 +21,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "chat_template": (str, list),
     **dict.fromkeys(("add_bos_token", "add_prefix_space", "legacy"), (bool,)),
 }
-_WORDS = {str: "a text", dict: "an object", list: "a list", bool: "true or false"}
+_TYPES = {str: "a text", dict: "an object", list: "a list", bool: "true or false"}
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     value = _object(path)
     for key, kinds in _KINDS.items():
         if value.get(key) is not None and not isinstance(value[key], kinds):
-            raise _refusal(path, key, " or ".join(_WORDS[kind] for kind in kinds), value[key])
+            raise _refusal(path, key, " or ".join(_TYPES[kind] for kind in kinds), value[key])
     for number in value.get("added_tokens_decoder") or {}:
         if number.isdecimal() and (len(number) > 9 or int(number) >= MAX_ID):
             raise _refusal(path, "added_tokens_decoder", f"ids below {MAX_ID:,}", number)
@@ -60,8 +60,10 @@ def read_template(path: Path) -> str | None:
             raise ValueError(f"larger than {MAX_TEMPLATE >> 20} MiB")
         return raw.decode("utf-8")
     except (OSError, ValueError) as error:
-        told = error.strerror if isinstance(error, OSError) else error
-        raise CheckpointError(f"{path.name} cannot be read: {told}", where=str(path), fix="download it again") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(
+            f"{path.name} cannot be read: {reason}", where=str(path), fix="download it again"
+        ) from None
 
 
 def _object(path: Path) -> dict[str, Any]:
@@ -77,9 +79,9 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _refusal(path: Path, key: str, wanted: str, found: Any) -> CheckpointError:
-    told = f"a {type(found).__name__} of {len(found)}" if isinstance(found, list | dict) else repr(found)[:60]
+    reason = f"a {type(found).__name__} of {len(found)}" if isinstance(found, list | dict) else repr(found)[:60]
     return CheckpointError(
-        f"{path.name} needs {wanted} for {key[:60]!r}, found {told}",
+        f"{path.name} needs {wanted} for {key[:60]!r}, found {reason}",
         where=f"{path}, key {key[:60]}",
         fix="download the file again",
     )

@@ -26,7 +26,7 @@ from erniekit.data.text_rows import Place, documents
 from erniekit.data.token_cache import not_pairs
 from erniekit.data.tokenise import TokeniseJob, whole_rows
 from erniekit.data.tokenizer import Tokenizer
-from erniekit.data.types import ChatMessage, RowProblem, Sample, Spoken
+from erniekit.data.types import ChatMessage, RowContent, RowProblem, Sample
 from erniekit.data.unpaired_source import UnpairedJob
 from erniekit.errors import DataError
 
@@ -131,8 +131,8 @@ class Document:
     text: str
     unused: tuple[str, ...] = ()
 
-    def spoken(self) -> Spoken:
-        return Spoken(((ChatMessage("user", self.text),),))
+    def contents(self) -> RowContent:
+        return RowContent(((ChatMessage("user", self.text),),))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from erniekit.data.pack import Members, PackStream
 from erniekit.data.types import RowProblem
 from erniekit.errors import DataError
 
-LENGTH = "length"  # the curriculum by tokens; any other word is a column
+LENGTH = "length"  # the curriculum by tokens; any other value is a column
 
 OrderOf = Callable[[Sequence[float], Sequence[int]], SampleOrder]  # (shares, draws of each source before) -> order
 
@@ -41,7 +41,7 @@ class StagedPacks(PackStream):
         self._make = lambda order: PackStream(order, lengths, max_seq_len, **options)
         self._drawn = [0] * len(lengths)
         first = order_of(stages[0][1], self._drawn)
-        super().__init__(first, lengths, max_seq_len, **options)  # what an epoch is, the first stage says
+        super().__init__(first, lengths, max_seq_len, **options)  # the first stage defines what an epoch is
         self._streams = [self._make(first)]
         self._from = [pack for pack, _ in stages]
 

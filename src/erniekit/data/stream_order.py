@@ -17,7 +17,7 @@ from erniekit.data.stream_source import StreamSource
 
 
 class StreamOrder(SampleOrder):
-    """Several sources with shares are drawn as in SampleOrder; one alone, or `concat`, is read from beginning to end.
+    """Several sources with shares are drawn as in SampleOrder; one, or `concat`, is read from beginning to end.
 
     shuffle: within blocks of `block` samples of a source, of which all must have been read; a source that has no more
     is in the order that SampleOrder gives it.
@@ -39,7 +39,7 @@ class StreamOrder(SampleOrder):
         self._guard = Lock()
         # Where an epoch ends is found by reading on: first in the source that is drawn most, of which little is unused.
         ranked = sorted(range(len(self._live)), key=lambda k: -self._share[k]) if self._weighted else ()
-        self._asked = [self._sources[k] for k in ranked] or self._sources
+        self._used = [self._sources[k] for k in ranked] or self._sources
 
     def epoch_size(self) -> int:
         raise TypeError("the sources are still being read: how many samples an epoch has is not known")
@@ -52,7 +52,7 @@ class StreamOrder(SampleOrder):
     def _end_before(self, position: int) -> int | None:
         """The samples of all sources, if they are fewer than `position`."""
         before = 0
-        for source in self._asked:
+        for source in self._used:
             if source.require(position - before):
                 return None
             before += source.size or 0
@@ -86,8 +86,8 @@ class StreamOrder(SampleOrder):
         with self._guard:
             return super()._remember(key, lambda: made)
 
-    def _seeded(self, *words: int) -> np.random.RandomState:
-        return np.random.RandomState(self._seed_words(*words))  # of its own: several threads draw
+    def _seeded(self, *numbers: int) -> np.random.RandomState:
+        return np.random.RandomState(self._seed_key(*numbers))  # of its own: several threads draw
 
     def _walk(self, k: int, first: int, count: int) -> np.ndarray:
         """As SampleOrder's, by what has been read."""

@@ -75,7 +75,7 @@ class StreamSource:
         self._job_of, self._store, self._max_bad = job_of, store, max_bad_fraction
         self._bad_rows = bad_rows
         self._first = job_of(self.files[0])  # a file that cannot be read is an error of the start
-        self._encoding = file_encoding(self.files[0]).said()
+        self._encoding = file_encoding(self.files[0]).describe()
         self._chunks: Iterator[tuple[int, Rows, TokeniseJob, RowPlace | None] | int] | None = None
         self._reading = RLock()
         self._report: tuple[tuple[int, bool], DataReport] | None = None

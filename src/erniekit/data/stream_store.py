@@ -118,7 +118,7 @@ class StreamStore:
             return os.pread(self._files[name], self.look().sizes[name], 0).decode("utf-8")
 
     def discard(self) -> None:
-        """The files go, by the process that wrote them; who has them open can still read."""
+        """Removes the files, by the process that wrote them; processes that have them open can still read."""
         if self.writes:
             for name in (*FILES, STATE, LOCK):  # a process that is killed here leaves no samples without their state
                 (self.folder / name).unlink(missing_ok=True)

@@ -34,11 +34,11 @@ class Turn:
     query_ids: list[int]
     answer_ids: list[int]
     trained: bool
-    thought: int = 0  # how many of the answer's ids are what it thinks first
+    thought: int = 0  # how many of the answer's ids are reasoning
 
 
 class TemplateRefused(ValueError):
-    """The chat template does not take this conversation; the text says why."""
+    """The chat template does not take this conversation; the text gives the reason."""
 
 
 class PromptTooLong(ValueError):
@@ -54,7 +54,7 @@ class RenderedTooLong(DataError):
 
 
 class ThoughtRefused(TemplateRefused):
-    """The chat template leaves out what an answer thinks."""
+    """The chat template leaves out an answer's reasoning."""
 
 
 def turns(conversation: Conversation, tokenizer: Tokenizer) -> list[Turn]:
@@ -73,17 +73,17 @@ def turns(conversation: Conversation, tokenizer: Tokenizer) -> list[Turn]:
     for (_, text), i in zip(parts, answers):
         if messages[i].trained and messages[i].thought.strip() not in text:
             raise ThoughtRefused(
-                "the chat template leaves out what the answer thinks; `train_thinking: drop` trains the answer alone"
+                "the chat template leaves out the answer's reasoning; `train_thinking: drop` trains only the answer"
             )
     ids = list(_encode([text for part in parts for text in part], tokenizer, ready.mark))
     out = []
-    for (query, text), asked, said, i in zip(parts, ids[::2], ids[1::2], answers):
-        out.append(Turn(asked, said, messages[i].trained, thought_tokens(query, text, said, tokenizer)))
+    for (query, text), query_ids, answer_ids, i in zip(parts, ids[::2], ids[1::2], answers):
+        out.append(Turn(query_ids, answer_ids, messages[i].trained, thought_tokens(query, text, answer_ids, tokenizer)))
     return out
 
 
 def variables_for(conversation: Conversation) -> dict[str, Any]:
-    """What a server is asked with to get such answers: thoughts are asked for by name."""
+    """The template variables a server needs for such answers: reasoning is enabled by name."""
     return {"enable_thinking": True} if any(m.thought and m.trained for m in conversation.messages) else {}
 
 
@@ -94,20 +94,28 @@ def prompt_ids(
     whole: bool = False,
     variables: Mapping[str, Any] | None = None,
     most: int | None = None,
-    ask: bool = True,
+    add_generation_prompt: bool = True,
 ) -> list[int]:
     """Ids to generate from: equal to the training prefix, token for token. variables: what else the template reads.
-    ask: for an answer; else the messages alone, as one string.
+    add_generation_prompt: an answer is to follow; else only the messages, as one string.
 
     `whole` encodes the rendering as one string, as servers that know only the template do. The two differ where an
     earlier answer merges with the space of `Assistant: ` in front of it. It is also done where a template must render
     every prefix by itself and that would be more than MOST_RENDERED messages. A prompt of more than `most` tokens is
     PromptTooLong, mostly before all of it is encoded.
     """
-    asked = Conversation(tuple(map(_message, messages)), tuple(tools or ()))
-    ready = _Rendering(asked, tokenizer, variables)
-    parts = None if whole or not ask or uses_tools(asked) else _cut(ready, ask=True)
-    texts = [ready.render(ready.messages, ask)] if parts is None else [text for part in parts for text in part]
+    conversation = Conversation(tuple(map(_message, messages)), tuple(tools or ()))
+    ready = _Rendering(conversation, tokenizer, variables)
+    parts = (
+        None
+        if whole or not add_generation_prompt or uses_tools(conversation)
+        else _cut(ready, add_generation_prompt=True)
+    )
+    texts = (
+        [ready.render(ready.messages, add_generation_prompt)]
+        if parts is None
+        else [text for part in parts for text in part]
+    )
     if most is not None:
         least = tokenizer.least_tokens(sum(len(text) - text.count(ready.mark) for text in texts))
         if least > most:
@@ -123,17 +131,17 @@ def prompt_ids(
 def prompt_text(
     messages: Sequence[Mapping[str, Any]],
     tokenizer: Tokenizer,
-    ask: bool = True,
+    add_generation_prompt: bool = True,
     tools: Sequence[dict[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """What the template writes for them; ask: and for the answer to begin."""
+    """What the template writes for them; add_generation_prompt: and for the answer to begin."""
     ready = _Rendering(Conversation(tuple(map(_message, messages)), tuple(tools or ())), tokenizer, variables)
-    return ready.render(ready.messages, ask).replace(ready.mark, "")
+    return ready.render(ready.messages, add_generation_prompt).replace(ready.mark, "")
 
 
 def least_tokens(conversation: Conversation, tokenizer: Tokenizer) -> list[int]:
-    """How many tokens the first 0, 1, 2 ... messages have at least; nothing where only rendering each of them tells.
+    """How many tokens the first 0, 1, 2 ... messages have at least; nothing where only rendering each of them shows it.
 
     Exact up to the last control token: text behind it may merge with what comes next.
     """
@@ -151,14 +159,14 @@ def least_tokens(conversation: Conversation, tokenizer: Tokenizer) -> list[int]:
     return [counts[bisect_right(bounds, end) - 1] for end in ends]
 
 
-def _cut(ready: _Rendering, ask: bool = False) -> Parts | None:
+def _cut(ready: _Rendering, add_generation_prompt: bool = False) -> Parts | None:
     """(query, answer) strings by difference of successive renderings; None if one does not extend the other."""
     messages, controls = ready.messages, tuple(ready.tokenizer.special_ids)
     answers = [i for i, message in enumerate(messages) if message.role == "assistant"]
     found = ready.prefixes() if len(answers) > 1 else None
     if found is not None and all(i in found.ends and i + 1 in found.ends for i in answers):
-        return _cut_prefixes(found, answers, controls, ask)
-    if ask and 2 * sum(answers) > MOST_RENDERED:
+        return _cut_prefixes(found, answers, controls, add_generation_prompt)
+    if add_generation_prompt and 2 * sum(answers) > MOST_RENDERED:
         return None
     out: Parts = []
     done = ""
@@ -169,7 +177,7 @@ def _cut(ready: _Rendering, ask: bool = False) -> Parts | None:
         answer = answer[: _end_of_answer(answer, len(answer), controls)]
         out.append((query[len(done) :], answer[len(query) :]))
         done = answer
-    if ask:
+    if add_generation_prompt:
         query = ready.render(messages, True)
         if not query.startswith(done):
             return None
@@ -177,19 +185,21 @@ def _cut(ready: _Rendering, ask: bool = False) -> Parts | None:
     return out
 
 
-def _cut_prefixes(found: Prefixes, answers: Sequence[int], controls: tuple[str, ...], ask: bool) -> Parts | None:
+def _cut_prefixes(
+    found: Prefixes, answers: Sequence[int], controls: tuple[str, ...], add_generation_prompt: bool
+) -> Parts | None:
     """As the loop of `_cut`, with every rendering a prefix of one text."""
     out: Parts = []
     text, prompt, done = found.text, found.generation_prompt, 0
     for i in answers:
         begin, end = found.ends[i], found.ends[i + 1]
-        said = begin + len(prompt)
-        if said > end or not text.startswith(prompt, begin):
+        answer_at = begin + len(prompt)
+        if answer_at > end or not text.startswith(prompt, begin):
             return None
         end = _end_of_answer(text, end, controls)
-        out.append((text[done:said], text[said:end]))
+        out.append((text[done:answer_at], text[answer_at:end]))
         done = end
-    if ask:
+    if add_generation_prompt:
         out.append((text[done:] + prompt, ""))
     return out
 
@@ -201,7 +211,7 @@ def _cut_last(ready: _Rendering, messages: Sequence[ChatMessage]) -> tuple[str, 
     if not answer.startswith(query):
         raise TemplateRefused(
             "the chat template renders an answer differently from the prompt it generates from, "
-            "so what is trained would not be what a server asks for"
+            "so training would differ from what a server generates from"
         )
     return query, answer[len(query) : _end_of_answer(answer, len(answer), tuple(ready.tokenizer.special_ids))]
 
@@ -243,7 +253,7 @@ class _Rendering:
         if not self._template.thought_fields:
             messages = tuple(map(write_out, messages))
         self.places: Sequence[int] = range(len(messages) + 1)  # how many of `messages` the first i given ones became
-        if not self._template.knows_tools:
+        if not self._template.has_tools:
             self.places = _places(messages, tools)
             messages, tools = _write_out_tools(messages, tools), ()
         self.mark = _unused_mark(messages, (*tools, dict(more)) if more else tools)
@@ -257,18 +267,20 @@ class _Rendering:
             "documents": None,
         }
 
-    def render(self, said: Sequence[ChatMessage], ask: bool) -> str:
-        plain = [self._plain(message) for message in said]
+    def render(self, messages: Sequence[ChatMessage], add_generation_prompt: bool) -> str:
+        plain = [self._plain(message) for message in messages]
         try:
             with deadline():
-                return self._template.plain.render({**self._variables, "messages": plain, "add_generation_prompt": ask})
+                return self._template.plain.render(
+                    {**self._variables, "messages": plain, "add_generation_prompt": add_generation_prompt}
+                )
         except TookTooLong:
             raise self._too_long() from None
         except Exception as error:  # a template is a program from the model's folder: anything may come out of it
             raise TemplateRefused(f"the chat template refuses it: {error}") from error
 
     def prefixes(self) -> Prefixes | None:
-        """None where only a rendering of each prefix can tell."""
+        """None where only a rendering of each prefix can show it."""
         if self._template.by_message is None:
             return None
         try:
@@ -277,7 +289,7 @@ class _Rendering:
                 return render_prefixes(self._template.by_message, self._variables, plain)
         except TookTooLong:
             raise self._too_long() from None
-        except Exception:  # `render` says what is wrong with it
+        except Exception:  # `render` reports what is wrong with it
             return None
 
     def _too_long(self) -> DataError:
@@ -364,8 +376,8 @@ def _write_out_tools(messages: Sequence[ChatMessage], tools: Sequence[dict[str, 
 def _places(messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> list[int]:
     """How many messages `_write_out_tools` makes of the first 0, 1, 2 ... of them: results in a row become one."""
     more = bool(tools) and not (messages and messages[0].role == "system")
-    alone = (
+    lengths = (
         not (message.role == "tool" and before is not None and before.role == "tool")
         for before, message in zip((None, *messages), messages)
     )
-    return list(accumulate(alone, initial=int(more)))
+    return list(accumulate(lengths, initial=int(more)))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from erniekit.data.chunks import Told
+from erniekit.data.chunks import RefusedLine
 from erniekit.data.formats.fields import BadRow, named, require, text, texts
 from erniekit.data.formats.files import decode
 from erniekit.data.text_rows import PlainText
@@ -30,7 +30,7 @@ class TextJob:
         ids: list[int] = []
         sizes: list[int] = []
         sequences: list[int] = []
-        bad: list[Told] = []
+        bad: list[RefusedLine] = []
         for line, raw in batch:
             if isinstance(raw, RowProblem):
                 bad.append((line, raw.kind, raw.reason))
@@ -70,4 +70,4 @@ class TextChunk:
     tokens: bytes
     sizes: np.ndarray  # int32, tokens of each sequence
     sequences: np.ndarray  # int32, sequences of each document
-    bad: list[Told]
+    bad: list[RefusedLine]

@@ -1,6 +1,6 @@
 """Documents of text files, one after the other, from any place on: what indexing reads, and where it resumes.
 
-index.py asks for them; a document is a line of JSONL, a row of .json, .parquet, .csv or .tsv, or a paragraph block of
+index.py reads them; a document is a line of JSONL, a row of .json, .parquet, .csv or .tsv, or a paragraph block of
 .txt.
 """
 
@@ -71,13 +71,13 @@ def documents(path: Path, place: Place) -> Iterator[FoundDocument]:
         try:
             stream, encoding = as_utf8(stream, str(path))
             packed = packed or encoding.name != UTF8
-            stream.seek(place.offset)  # packed: unpacks what lies before, which costs little beside tokenising it
+            stream.seek(place.offset)  # packed: unpacks what comes before, which costs little compared to tokenising it
             for number, raw, line in reader(stream, path, place.row):
                 offset = stream.tell()
                 yield FoundDocument(number, raw, Place(place.file, offset, line), disk.tell() if packed else offset)
         except (OSError, EOFError, zlib.error) as error:
-            told = RowProblem(str(path), number + 1, UNREADABLE, f"the file cannot be read further: {error}")
-            yield FoundDocument(number + 1, told, Place(place.file, _LOST, number + 1), size)
+            problem = RowProblem(str(path), number + 1, UNREADABLE, f"the file cannot be read further: {error}")
+            yield FoundDocument(number + 1, problem, Place(place.file, _LOST, number + 1), size)
 
 
 def _line(stream: IO[bytes], first: bool) -> tuple[bytes, int]:

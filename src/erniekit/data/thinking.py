@@ -15,7 +15,7 @@ from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import ChatMessage
 
 THINK, THOUGHT = "<think>", "</think>"
-# What chat programs call a thought beside `content`, and templates read it as.
+# Names of a thought besides `content` in chat programs, under which templates read it.
 FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 # all: rendered and trained; last: only the last answer's; mask: rendered, not trained; drop: left out.

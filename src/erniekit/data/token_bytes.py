@@ -20,26 +20,26 @@ PLAIN_DECODERS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 def token_bytes(tokenizer: Tokenizer) -> list[bytes] | None:
     """By id, as they stand inside a text; control tokens add nothing. None: this tokenizer has no such table."""
     vocabulary = tokenizer.vocabulary
-    spell: Callable[[int], bytes] | None
+    bytes_of: Callable[[int], bytes] | None
     if isinstance(vocabulary, SentencePieceVocabulary):
-        spell = _sentencepiece(vocabulary)
+        bytes_of = _sentencepiece(vocabulary)
     elif isinstance(vocabulary, JsonVocabulary):
-        spell = _tokenizer_json(vocabulary)
+        bytes_of = _tokenizer_json(vocabulary)
     else:
-        spell = None
-    if spell is None:
+        bytes_of = None
+    if bytes_of is None:
         return None
-    return [b"" if tokenizer.is_special(id) else spell(id) for id in range(vocabulary.size)]
+    return [b"" if tokenizer.is_special(id) else bytes_of(id) for id in range(vocabulary.size)]
 
 
 def _sentencepiece(vocabulary: SentencePieceVocabulary) -> Callable[[int], bytes]:
-    def spell(id: int) -> bytes:
+    def bytes_of(id: int) -> bytes:
         if id in vocabulary.added_token:
             return vocabulary.added_token[id].encode()
         piece = vocabulary.piece_text(id)
         return b"" if piece is None else BYTE_OF.get(piece) or piece.replace("▁", " ").encode()
 
-    return spell
+    return bytes_of
 
 
 def _tokenizer_json(vocabulary: JsonVocabulary) -> Callable[[int], bytes] | None:
@@ -63,10 +63,10 @@ def _tokenizer_json(vocabulary: JsonVocabulary) -> Callable[[int], bytes] | None
     else:
         return None
 
-    def spell(id: int) -> bytes:
+    def bytes_of(id: int) -> bytes:
         return added[id].encode() if id in added else piece_bytes(vocabulary.token_of(id))
 
-    return spell
+    return bytes_of
 
 
 def _decoders(node: Any) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ def sentencepiece_width(processor: Any, added: Iterable[str]) -> int | None:
     if any(processor.id_to_piece(processor.piece_to_id(byte)) != byte for byte in BYTES):
         return None  # unknown characters in a row are one id
     spec = next((data for number, data in message_fields(processor.serialized_model_proto()) if number == 3), b"")
-    # NormalizerSpec: 2 is the table of replacements; 4 (remove_extra_whitespaces) is true unless the file says not.
+    # NormalizerSpec: 2 is the table of replacements; 4 (remove_extra_whitespaces) is true unless the file sets it.
     found = dict(message_fields(spec))
     if found.get(2, b"") or found.get(4, 1):
         return None

@@ -87,7 +87,7 @@ class TokeniseJob:
         return None
 
     def more_key(self) -> dict[str, Any]:
-        """What the cache's key holds beside this class's own fields."""
+        """What the cache's key holds besides this class's own fields."""
         return {}
 
     def is_current(self, folder: Path) -> bool:
@@ -105,13 +105,13 @@ class TokeniseJob:
         pair = parse_pair(raw, line, self.path, self.format, self.compat, self.columns)
         return pair if isinstance(pair, RowProblem) else [pair]
 
-    def assemble(self, said: Any, known: list[Turn] | None = None) -> Assembled | Dropped:
+    def assemble(self, row: Any, known: list[Turn] | None = None) -> Assembled | Dropped:
         """known: its turns, where they are rendered already."""
         limit, rules = self.max_seq_len, self.pairs
-        if isinstance(said, Conversation):
-            return assemble(said, self.tokenizer, limit, self.overlong, self.compat, self.thinking, known)
+        if isinstance(row, Conversation):
+            return assemble(row, self.tokenizer, limit, self.overlong, self.compat, self.thinking, known)
         assert rules is not None
-        return assemble_pair(said, self.tokenizer, limit, rules, self.overlong, self.compat, self.thinking)
+        return assemble_pair(row, self.tokenizer, limit, rules, self.overlong, self.compat, self.thinking)
 
 
 def tokenise_rows(batch: Rows, job: TokeniseJob) -> Chunk:
@@ -120,9 +120,9 @@ def tokenise_rows(batch: Rows, job: TokeniseJob) -> Chunk:
     later: list[tuple[int, Sample]] = []
 
     def place(
-        line: int, said: Conversation | Preference, into: list[tuple[int, Sample]], known: list[Turn] | None = None
+        line: int, one: Conversation | Preference, into: list[tuple[int, Sample]], known: list[Turn] | None = None
     ) -> int:
-        made = job.assemble(said, known)
+        made = job.assemble(one, known)
         if isinstance(made, Assembled):
             into.append((line, made.sample))
             if into is main:
@@ -143,11 +143,11 @@ def tokenise_rows(batch: Rows, job: TokeniseJob) -> Chunk:
             out.near_empty += [line] * is_near_empty(parsed)
             row = LongRow(parsed, job.tokenizer, job.max_seq_len, job.compat)
             out.dropped += [(line, "overlong", row.too_long)] * (len(parsed) - row.may_fit)
-            for number, said in enumerate(parsed[: row.may_fit]):
-                first = second = place(line, said, main, row.turns(number))
+            for number, one in enumerate(parsed[: row.may_fit]):
+                first = second = place(line, one, main, row.turns(number))
                 if not job.compat:
                     continue
-                bare = _without_system(said)
+                bare = _without_system(one)
                 if bare is not None:
                     second = place(line, bare, later)
                     second = -2 - second if second >= 0 else -1
@@ -160,14 +160,14 @@ def tokenise_rows(batch: Rows, job: TokeniseJob) -> Chunk:
     return out
 
 
-def _without_system(said: Conversation | Preference) -> Conversation | Preference | None:
+def _without_system(row: Conversation | Preference) -> Conversation | Preference | None:
     """None where there is no system text."""
-    messages = said.messages if isinstance(said, Conversation) else said.prompt
+    messages = row.messages if isinstance(row, Conversation) else row.prompt
     if messages[0].role != "system":
         return None
-    if isinstance(said, Conversation):
-        return replace(said, messages=messages[1:])
-    return replace(said, prompt=messages[1:])
+    if isinstance(row, Conversation):
+        return replace(row, messages=messages[1:])
+    return replace(row, prompt=messages[1:])
 
 
 def add_counts(report: DataReport, chunk: Chunk, path: str) -> list[RowProblem]:
@@ -179,7 +179,7 @@ def add_counts(report: DataReport, chunk: Chunk, path: str) -> list[RowProblem]:
         known = name if name in report.unused or len(report.unused) < MOST_FIELDS else OTHER_FIELDS
         report.unused[known] = report.unused.get(known, 0) + count
     report.trained_tokens += int((chunk.main.labels != IGNORE).sum())
-    bad, dropped = ([RowProblem(path, *one) for one in told] for told in (chunk.bad, chunk.dropped))
+    bad, dropped = ([RowProblem(path, *one) for one in rows] for rows in (chunk.bad, chunk.dropped))
     for problems, counts, first in (
         (bad, report.bad, report.first_bad),
         (dropped, report.dropped, report.first_dropped),
@@ -236,8 +236,8 @@ class Writer:
         self.later.add(chunk.later)
         self._rows.add(chunk.keys, chunk.near_empty)
         for one in add_counts(self.report, chunk, self.job.path):
-            told_row = {"line": one.line, "kind": one.kind, "reason": one.reason}
-            self.bad_rows.write(json.dumps(told_row, ensure_ascii=False) + "\n")
+            bad_row = {"line": one.line, "kind": one.kind, "reason": one.reason}
+            self.bad_rows.write(json.dumps(bad_row, ensure_ascii=False) + "\n")
 
     def finish(self, folder: Path) -> DataReport:
         self.report.measure(np.concatenate(self.main.lengths))
@@ -246,7 +246,7 @@ class Writer:
             np.save(folder / PAIR_PARTS, np.concatenate([*self.main.parts, *self.later.parts]))
         self.report.unused = dict(Counter(self.report.unused).most_common())
         self._rows.fill(self.report)
-        self.report.encoding = file_encoding(self.job.path).said()
+        self.report.encoding = file_encoding(self.job.path).describe()
         lengths = np.concatenate([*self.main.lengths, *self.later.lengths])
         np.save(folder / OFFSETS, np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
         np.save(folder / ROWS, np.concatenate([*self.main.lines, *self.later.lines]))

@@ -33,7 +33,7 @@ MAX_BYTES = 256 << 20  # of a tokenizer's main file; the largest known ones have
 ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "cls_token", "sep_token", "mask_token")
 BEGIN, END = "<|begin_of_sentence|>", "<|end_of_sentence|>"
 # Tags an assistant writes itself: vocabulary wherever they stand, even if a folder lists them as special.
-SPOKEN = frozenset({"<think>", "</think>", "<response>", "</response>", "<tool_call>", "</tool_call>"})
+GENERATED = frozenset({"<think>", "</think>", "<response>", "</response>", "<tool_call>", "</tool_call>"})
 _MARKER = re.compile(r"<\|[^|\s]+\|>|<mask:\d+>")
 # Part of every fingerprint: raise it when the same files would give other ids than before.
 _RULES = 1
@@ -42,7 +42,7 @@ BATCH = 65_536  # characters that are encoded in one call
 
 @dataclass
 class _Settings:
-    """What the JSON files of a folder say, whichever of them says it."""
+    """The settings in the JSON files of a folder, in whichever of them they are."""
 
     roles: dict[str, str] = field(default_factory=dict)  # bos_token -> "<s>"
     extra: list[str] = field(default_factory=list)
@@ -58,7 +58,7 @@ class _Settings:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder holds a vocabulary of its own: settings and templates alone are no tokenizer."""
+    """Whether a folder holds a vocabulary of its own: only settings and templates are no tokenizer."""
     return any(has_file(folder, name) for name in (*SENTENCEPIECE_NAMES, "tokenizer.json"))
 
 
@@ -127,7 +127,7 @@ class Tokenizer:
         return next(id for id in map(self._id, tokens) if id is not None)
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of a text that stands alone. Control strings inside it are spelled out in ordinary pieces."""
+        """Ids of a text by itself. Control strings inside it are written in ordinary pieces."""
         return self._check(self._encode_runs([(text, self.vocabulary.prefix != "never")])[0])
 
     @functools.cached_property
@@ -136,7 +136,7 @@ class Tokenizer:
         return self.vocabulary.widest()
 
     def least_tokens(self, characters: int) -> int:
-        """A text of so many characters has at least so many tokens."""
+        """The least number of tokens of a text of this many characters."""
         return -(-characters // self.widest) if self.widest else 0
 
     def _check(self, ids: list[int]) -> list[int]:
@@ -153,7 +153,7 @@ class Tokenizer:
     def encode_rendered(self, spans: Iterable[tuple[str, bool]], before: Sequence[int] = ()) -> list[int]:
         """Ids of (span, is_template) pieces, as one string; `before` are the ids of the document so far.
 
-        Text is joined across spans before encoding, so `User: ` and what the user said are one run.
+        Text is joined across spans before encoding, so `User: ` and the user's text are one run.
         """
         return next(self.encode_parts([spans], before))
 
@@ -161,7 +161,7 @@ class Tokenizer:
         self, parts: Iterable[Iterable[tuple[str, bool]]], before: Sequence[int] = ()
     ) -> Iterator[list[int]]:
         """As `encode_rendered`, for each part of one document in turn. About BATCH characters are encoded at a time, so
-        that who has enough can stop."""
+        that a caller can stop early."""
         last = before[-1] if before else None
         waiting: list[list[int | str]] = []
         size = 0
@@ -288,7 +288,7 @@ def _control_tokens(vocabulary: Vocabulary, settings: _Settings) -> dict[str, in
     # Some folders list only a few of the markers their vocabulary holds.
     listed.update(token for token in vocabulary.tokens() if token[:1] == "<" and _MARKER.fullmatch(token))
     found = {}
-    for token in sorted(listed - SPOKEN):
+    for token in sorted(listed - GENERATED):
         id = vocabulary.id_of(token)
         if id is not None and len(token) > 1:  # a single character (a newline) is text in any case
             found[token] = id
@@ -301,7 +301,7 @@ def _control_tokens(vocabulary: Vocabulary, settings: _Settings) -> dict[str, in
 
 def _fingerprint(vocabulary: Vocabulary, settings: _Settings, main: Path, special: dict[str, int]) -> str:
     digest = hashlib.sha256(main.read_bytes())
-    told = {
+    values = {
         "rules": _RULES,
         "roles": settings.roles,
         "special": special,
@@ -310,7 +310,7 @@ def _fingerprint(vocabulary: Vocabulary, settings: _Settings, main: Path, specia
         "prefix": vocabulary.prefix,
         "add_bos": settings.add_bos,
     }
-    digest.update(json.dumps(told, sort_keys=True).encode())
+    digest.update(json.dumps(values, sort_keys=True).encode())
     return digest.hexdigest()
 
 

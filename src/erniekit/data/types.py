@@ -26,23 +26,23 @@ class ChatMessage:
     content: str
     trained: bool = True  # assistant messages only: whether this answer carries loss
     tool_calls: tuple[dict[str, Any], ...] = ()
-    thought: str = ""  # assistant messages only: what it thinks before it answers, where `content` does not hold it
+    thought: str = ""  # assistant messages only: the reasoning before the answer, where `content` does not hold it
 
 
 @dataclass(frozen=True)
-class Spoken:
-    """What a row of any stage says: by this rows are compared and measured (quality.py)."""
+class RowContent:
+    """The content of a row of any stage: by this rows are compared and measured (quality.py)."""
 
     parts: tuple[tuple[ChatMessage, ...], ...]
     answers: tuple[ChatMessage, ...] = ()  # the messages among which trained answers are
     tools: tuple[dict[str, Any], ...] = ()
-    label: str = ""  # a verdict or a class: rows that differ in it say different things
+    label: str = ""  # a verdict or a class: rows that differ in it differ in content
 
 
-class Said(Protocol):
+class ParsedRow(Protocol):
     """A row as a stage's reader gives it: Conversation, Preference, Unpaired, ClassRow."""
 
-    def spoken(self) -> Spoken: ...
+    def contents(self) -> RowContent: ...
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Conversation:
     tools: tuple[dict[str, Any], ...] = ()
     unused: tuple[str, ...] = field(default=(), compare=False)  # fields of its row that hold what no reader takes
 
-    def spoken(self) -> Spoken:
-        return Spoken((self.messages,), self.messages, self.tools)
+    def contents(self) -> RowContent:
+        return RowContent((self.messages,), self.messages, self.tools)
 
 
 UNREADABLE = "unreadable"  # the kind of a row behind which the rest of its file could not be read
@@ -182,13 +182,13 @@ class EmbeddingNoise(NamedTuple):
 
 
 class More(NamedTuple):
-    """What only some models or stages ask of a batch, beside its tokens."""
+    """What only some models or stages need of a batch, besides its tokens."""
 
     real: torch.Tensor | None = None
     shared: SharedKeys | None = None
     future: Future | None = None
-    trained: int | None = None  # labels that are; without it the head must ask the device
-    beside_pictures: int | None = None  # of Batch
+    trained: int | None = None  # labels that are; without it the head must read it from the device
+    picture_labels: int | None = None  # of Batch
     vision: Vision | None = None
     modality: torch.Tensor | None = None  # of Batch
     vision_tokens: int | None = None  # of Batch
@@ -217,8 +217,8 @@ class Batch:
     pairs: Pairs | None = None
     future: Future | None = None
     vision: Vision | None = None  # None: no picture in this batch
-    modality: torch.Tensor | None = None  # uint8 [B, L]: TEXT, IMAGE or VIDEO; None: the model knows text alone
-    beside_pictures: int | None = None  # num_label_tokens of documents with a picture; None: not counted, or cut since
+    modality: torch.Tensor | None = None  # uint8 [B, L]: TEXT, IMAGE or VIDEO; None: a text model
+    picture_labels: int | None = None  # num_label_tokens of documents with a picture; None: not counted, or cut since
     vision_tokens: int | None = None  # of modality, those that are not text; None: it is in host memory, to be counted
     # bool [rows, L]: which tokens are of which row of the data, where several rows were joined; None: none were
     members: torch.Tensor | None = None
@@ -237,12 +237,12 @@ class Batch:
         return self.num_label_tokens if self.pairs is None else self.pairs.count
 
     def more(self) -> More:
-        told = (self.num_label_tokens, self.beside_pictures)
+        counts = (self.num_label_tokens, self.picture_labels)
         of_pictures = (self.modality, self._vision_tokens())
-        return More(self.real, self.shared, self.future, *told, self.vision, *of_pictures, self.members, self.noise)
+        return More(self.real, self.shared, self.future, *counts, self.vision, *of_pictures, self.members, self.noise)
 
     def _vision_tokens(self) -> int | None:
-        """Counted on the host alone: on a device it would wait for what is computed there."""
+        """Counted on the host only: on a device it would wait for what is computed there."""
         if self.vision_tokens is not None or self.modality is None or self.modality.device.type != "cpu":
             return self.vision_tokens
         return int((self.modality != TEXT).sum())
@@ -265,14 +265,14 @@ class Batch:
         if future is not None:
             future = future._replace(trained=tuple(int((x != IGNORE).sum()) for x in future.labels.unbind(-1)))
         count = int((self.labels != IGNORE).sum())
-        return replace(self, num_label_tokens=count, future=future, beside_pictures=None)
+        return replace(self, num_label_tokens=count, future=future, picture_labels=None)
 
     def documents(self) -> torch.Tensor | None:
-        """cu_seqlens for the model; None when plain causal rows say the same: padding comes last."""
+        """cu_seqlens for the model; None when plain causal rows are the same: padding comes last."""
         return self.cu_seqlens if self.packed else None
 
     def to(self, device: torch.device, pin: bool = False) -> Batch:
-        """pin: by way of pinned memory, from which alone a copy runs beside the host and the device's other work."""
+        """pin: by way of pinned memory; only from there a copy overlaps with the host and the device's other work."""
         if device.type == "cpu":
             return self
         moved = {k: _to(getattr(self, k), device, pin) for k in TENSORS}

@@ -16,7 +16,7 @@ from erniekit.data.preference_assemble import encode_answer, joined, turns_to_dr
 from erniekit.data.template import TemplateRefused
 from erniekit.data.thinking import Thinking, has_thought
 from erniekit.data.tokenizer import Tokenizer
-from erniekit.data.types import IGNORE, ChatMessage, Sample, Spoken
+from erniekit.data.types import IGNORE, ChatMessage, RowContent, Sample
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Unpaired:
     tools: tuple[dict[str, Any], ...] = ()
     unused: tuple[str, ...] = field(default=(), compare=False)
 
-    def spoken(self) -> Spoken:
-        return Spoken((self.prompt, self.answer), self.answer, self.tools, label=str(self.desirable))
+    def contents(self) -> RowContent:
+        return RowContent((self.prompt, self.answer), self.answer, self.tools, label=str(self.desirable))
 
 
 @dataclass(frozen=True)

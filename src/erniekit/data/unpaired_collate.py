@@ -1,4 +1,4 @@
-"""Packs of judged answers -> Batch, and beside it the mismatched sequences that are measured without gradient.
+"""Packs of judged answers -> Batch, and with it the mismatched sequences that are measured without gradient.
 
 A BatchLoader for stage KTO is given `collate_unpaired`.
 """
@@ -27,16 +27,16 @@ def collate_unpaired(
     others = [_untrained(s) if not (s.labels != IGNORE).any() else s.mismatched for s in samples]
     counted = [s for s in samples if (s.labels != IGNORE).any()]
     length = batch.input_ids.shape[1]
-    room = max(length, *(len(other.ids) for other in others if other is not None))
-    bins = fill_in_order([len(other.ids) for other in others if other is not None], room)
+    space = max(length, *(len(other.ids) for other in others if other is not None))
+    bins = fill_in_order([len(other.ids) for other in others if other is not None], space)
     rows = [Pack(tuple(o for o, b in zip(others, bins) if b == row and o is not None)) for row in range(bins[-1] + 1)]
-    beside = collate(rows, pad_id=pad_id, pad_multiple=pad_multiple, pad_to=pad_to if room == length else None)
+    mismatched = collate(rows, pad_id=pad_id, pad_multiple=pad_multiple, pad_to=pad_to if space == length else None)
     known = [value for sample in counted for value in sample.reference or ()]
     verdicts = torch.tensor([1.0 if sample.desirable else -1.0 for sample in counted])
     reference = torch.tensor(known) if counted and len(known) == 2 * len(counted) else None
     of_rows = Pairs(_segments(packs, length, 0), len(counted), verdicts, reference)
-    of_others = Pairs(_segments(rows, beside.input_ids.shape[1], 1), len(counted), verdicts)
-    return replace(batch, pairs=of_rows, mismatched=replace(beside, pairs=of_others))
+    of_others = Pairs(_segments(rows, mismatched.input_ids.shape[1], 1), len(counted), verdicts)
+    return replace(batch, pairs=of_rows, mismatched=replace(mismatched, pairs=of_others))
 
 
 def _judged(sample: Sample) -> UnpairedSample:

@@ -49,13 +49,13 @@ class UnpairedJob(TokeniseJob):
 
         return parsed(raw, line, self.path, rows, self.columns)
 
-    def assemble(self, said: Unpaired, known: list[Turn] | None = None) -> Assembled | Dropped:
+    def assemble(self, row: Unpaired, known: list[Turn] | None = None) -> Assembled | Dropped:
         assert self.pairs is not None
-        return assemble_unpaired(said, self.tokenizer, self.max_seq_len, self.pairs, self.overlong, self.thinking)
+        return assemble_unpaired(row, self.tokenizer, self.max_seq_len, self.pairs, self.overlong, self.thinking)
 
 
 class UnpairedSource(PairSource):
-    """Whose answer goes behind whose prompt follows from the file alone: the rows in a shuffled order, each with the
+    """Which answer follows which prompt depends only on the file: the rows in a shuffled order, each with the
     answer of the one before it that has another prompt. It is the same in every layout and after a resume."""
 
     def __init__(self, folder: Path, report: DataReport) -> None:

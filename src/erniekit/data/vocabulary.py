@@ -55,7 +55,7 @@ class SentencePieceVocabulary:
         pieces = self._sp.get_piece_size()
         self._added = {token: id for token, id in added.items() if id >= pieces}
         self.added_token = {id: token for token, id in self._added.items()}
-        self._words = any_of(self._added)
+        self._added_pattern = any_of(self._added)
         self._pieces = pieces
         self.size = max([pieces, *(id + 1 for id in self._added.values())])
         self.prefix: Prefix = "never"
@@ -86,12 +86,12 @@ class SentencePieceVocabulary:
 
     def forget(self, tokens: Iterable[str]) -> None:
         """Added tokens that are control tokens: never matched in plain text."""
-        self._words = any_of(set(self._added) - set(tokens))
+        self._added_pattern = any_of(set(self._added) - set(tokens))
 
     def encode_many(self, runs: Sequence[Run]) -> list[list[int]]:
-        if self._words is None:
+        if self._added_pattern is None:
             return self._encode(runs)
-        return _encode_around(self._words, self._added, runs, self.prefix == "always", self._encode)
+        return _encode_around(self._added_pattern, self._added, runs, self.prefix == "always", self._encode)
 
     def _encode(self, runs: Sequence[Run]) -> list[list[int]]:
         texts = [" " + text if prefix and text else text for text, prefix in runs]
@@ -154,7 +154,7 @@ class JsonVocabulary:
         return {entry["content"]: bool(entry.get("special")) for entry in self._state.get("added_tokens") or []}
 
     def set_control(self, control: set[str]) -> None:
-        """Exactly these are never matched in text, whatever the file said."""
+        """Exactly these are never matched in text, whatever the file has."""
         changed = False
         for entry in self._state.get("added_tokens") or []:
             special = entry["content"] in control
@@ -164,7 +164,7 @@ class JsonVocabulary:
             self._load()
         added = self._state.get("added_tokens") or []
         self._added: dict[str, int] = {entry["content"]: entry["id"] for entry in added if not entry["special"]}
-        self._words = any_of(self._added)
+        self._added_pattern = any_of(self._added)
         self._state = {}
 
     def id_of(self, token: str) -> int | None:
@@ -177,9 +177,9 @@ class JsonVocabulary:
         return self._tok.get_vocab(with_added_tokens=True)
 
     def encode_many(self, runs: Sequence[Run]) -> list[list[int]]:
-        if self._words is None or self.prefix == "never":  # the engine finds added words by itself
+        if self._added_pattern is None or self.prefix == "never":  # the engine finds added tokens by itself
             return self._encode(runs)
-        return _encode_around(self._words, self._added, runs, self.prefix == "always", self._encode)
+        return _encode_around(self._added_pattern, self._added, runs, self.prefix == "always", self._encode)
 
     def _encode(self, runs: Sequence[Run]) -> list[list[int]]:
         texts = [
@@ -204,28 +204,28 @@ class JsonVocabulary:
     def show(self, id: int) -> str:
         token = self.token_of(id)
         text = self._tok.decode([id], skip_special_tokens=False)
-        # Decoders strip the first space of a text; the piece alone still has it.
+        # Decoders strip the first space of a text; the piece by itself still has it.
         return " " + text if token.startswith("▁") and not text.startswith(" ") else text
 
 
 def _encode_around(
-    words: re.Pattern[str],
+    texts: re.Pattern[str],
     ids: dict[str, int],
     runs: Sequence[Run],
-    prefix_after_word: bool,
+    prefix_after_added: bool,
     encode: Callable[[Sequence[Run]], list[list[int]]],
 ) -> list[list[int]]:
-    """Added words become their ids; the text between them is encoded piece by piece, all pieces in one call."""
+    """Added tokens become their ids; the text between them is encoded piece by piece, all pieces in one call."""
     pieces: list[Run] = []
-    plans: list[list[int]] = []  # for each run: the ids of the words between its pieces
+    plans: list[list[int]] = []  # for each run: the ids of the added tokens between its pieces
     for text, prefix in runs:
         at = 0
         found = []
-        for word in words.finditer(text):
-            pieces.append((text[at : word.start()], prefix_after_word if at else prefix))
-            found.append(ids[word.group()])
-            at = word.end()
-        pieces.append((text[at:], prefix_after_word if at else prefix))
+        for found_text in texts.finditer(text):
+            pieces.append((text[at : found_text.start()], prefix_after_added if at else prefix))
+            found.append(ids[found_text.group()])
+            at = found_text.end()
+        pieces.append((text[at:], prefix_after_added if at else prefix))
         plans.append(found)
     encoded = iter(encode_unique(pieces, encode))
     out = []
@@ -245,27 +245,27 @@ def encode_unique(runs: Sequence[Run], encode: Callable[[Sequence[Run]], list[li
     return [known[run] for run in runs]
 
 
-def behind_first_letters(words: Iterable[str]) -> re.Pattern[str]:
-    """Matches the empty place behind the first letter of each of the words, also of one that begins inside another. All
+def behind_first_letters(texts: Iterable[str]) -> re.Pattern[str]:
+    """Matches the empty place behind the first letter of each of the texts, also of one that begins inside another. All
     have two letters or more."""
     rests: dict[str, list[str]] = {}
-    for word in words:
-        rests.setdefault(word[0], []).append(word[1:])
+    for found_text in texts:
+        rests.setdefault(found_text[0], []).append(found_text[1:])
     found = ((letter, any_of(rest)) for letter, rest in rests.items())
     return re.compile("|".join(f"(?<={re.escape(letter)})(?={rest.pattern})" for letter, rest in found if rest))
 
 
-def any_of(words: Iterable[str]) -> re.Pattern[str] | None:
-    """Matches any of the words, the longest first; None for no words.
+def any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
+    """Matches any of the texts, the longest first; None for no texts.
 
     Built as a tree: ERNIE has over a thousand markers, and trying each at every `<` of a web page takes seconds.
     """
     tree: dict[str, Any] = {}
-    for word in words:
+    for found_text in texts:
         node = tree
-        for letter in word:
+        for letter in found_text:
             node = node.setdefault(letter, {})
-        node[""] = {}  # a word ends here
+        node[""] = {}  # a text ends here
 
     def pattern(node: dict[str, Any]) -> str:
         branches = [re.escape(letter) + pattern(child) for letter, child in node.items() if letter]
@@ -283,7 +283,7 @@ def _has(node: Any, *types: str) -> bool:
 
 
 def _take_prefix(state: dict[str, Any]) -> Prefix:
-    """Remove the rules that put a space before text, and say what they were."""
+    """Removes the rules that put a space before text, and returns what they were."""
     prefix: Prefix = "never"
     for part in parts(state.get("normalizer")):
         if part.get("type") == "Prepend" and part.get("prepend") == "▁":

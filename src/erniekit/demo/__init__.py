@@ -4,6 +4,6 @@ from erniekit.errors import ErnieKitError
 
 
 class ProofFailed(ErnieKitError):
-    """A stage of the demo did not do what it says."""
+    """A stage of the demo did not do what it should."""
 
     exit_code = 1

@@ -1,4 +1,4 @@
-"""The demo's folder: an earlier demo in it is cleared, anything else is left alone. Used by recipes/demo.py.
+"""The demo's folder: an earlier demo in it is cleared, anything else is kept. Used by recipes/demo.py.
 
 Only the folders named here are the demo's. A finished demo lists its files with size and time, so that a run which a
 user continued in one of them is not mistaken for the demo's own.

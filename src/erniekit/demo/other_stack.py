@@ -16,7 +16,7 @@ from erniekit.demo import ProofFailed
 
 
 class OtherStack:
-    """The parent's side: `ask(folder, ...)` waits for the answer of the process below."""
+    """The parent's side: `query(folder, ...)` waits for the answer of the process below."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
@@ -31,18 +31,18 @@ class OtherStack:
             env={**os.environ, **offline},
         )
 
-    def ask(self, folder: Path, ids: list[int], prompt: list[int], ends: list[int], logits: Path) -> dict[str, Any]:
+    def query(self, folder: Path, ids: list[int], prompt: list[int], ends: list[int], logits: Path) -> dict[str, Any]:
         """The logits of `ids` go to the file `logits`; back come the greedy answer to `prompt` and the version."""
-        say, hear = self._process.stdin, self._process.stdout
-        assert say is not None
-        assert hear is not None
-        question = {"folder": str(folder), "ids": ids, "prompt": prompt, "ends": ends, "logits": str(logits)}
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        request = {"folder": str(folder), "ids": ids, "prompt": prompt, "ends": ends, "logits": str(logits)}
         try:
-            say.write(json.dumps(question) + "\n")
-            say.flush()
+            stdin.write(json.dumps(request) + "\n")
+            stdin.flush()
         except BrokenPipeError:
-            pass  # it has ended: the empty line below says so
-        line = hear.readline()
+            pass  # it has ended: the empty line below shows it
+        line = stdout.readline()
         if not line:
             raise ProofFailed(f"transformers could not read {folder}", where=str(self._log), fix="its log says why")
         return json.loads(line)
@@ -53,17 +53,17 @@ class OtherStack:
         self._stderr.close()
 
 
-def answer(question: dict[str, Any]) -> dict[str, Any]:
+def answer(request: dict[str, Any]) -> dict[str, Any]:
     import torch
     import transformers
     from safetensors.torch import save_file
 
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(question["folder"])
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(request["folder"])
     with torch.no_grad():
-        save_file({"logits": model(torch.tensor([question["ids"]])).logits[0]}, question["logits"])
-        prompt = torch.tensor([question["prompt"]])
-        said = model.generate(prompt, do_sample=False, max_new_tokens=48, eos_token_id=question["ends"])
-    ids = said[0, prompt.shape[1] :].tolist()
+        save_file({"logits": model(torch.tensor([request["ids"]])).logits[0]}, request["logits"])
+        prompt = torch.tensor([request["prompt"]])
+        generated = model.generate(prompt, do_sample=False, max_new_tokens=48, eos_token_id=request["ends"])
+    ids = generated[0, prompt.shape[1] :].tolist()
     return {"ids": ids, "version": transformers.__version__, "class": type(model).__name__}
 
 

@@ -1,7 +1,7 @@
-"""Pictures of shapes with questions about them, drawn from a seed: what a tiny model that sees learns in minutes.
+"""Pictures of shapes with questions about them, drawn from a seed: a tiny vision-language model learns them in minutes.
 
 One to four equal shapes of one colour on a grid, moved and sized a little by chance. Three questions a picture; each
-has four answers, equally frequent, so that who does not look is right in one of four. Pictures go into one tar file,
+has four answers, equally frequent, so that a guess is right in one of four. Pictures go into one tar file,
 which training reads in place. Called by recipes/demo_vision.py and examples/data/make_pictures.py.
 """
 
@@ -38,8 +38,8 @@ class Scene:
     count: str
     seed: int  # of places and sizes
 
-    def answer(self, asked: str) -> str:
-        return str(getattr(self, asked))
+    def answer(self, attribute: str) -> str:
+        return str(getattr(self, attribute))
 
     def png(self) -> bytes:
         Image, ImageDraw = _pillow()
@@ -101,26 +101,26 @@ def write_pictures(folder: Path, name: str, found: Sequence[Scene]) -> Path:
             content, member = scene.png(), tarfile.TarInfo(f"{number}.png")
             member.size = len(content)
             tar.addfile(member, io.BytesIO(content))
-            rows += [_row(f"{name}.tar/{member.name}", asked, scene.answer(asked)) for asked in QUESTIONS]
+            rows += [_row(f"{name}.tar/{member.name}", attribute, scene.answer(attribute)) for attribute in QUESTIONS]
     table = folder / f"{name}.jsonl"
     table.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return table
 
 
-def _row(url: str, asked: str, answer: str) -> dict[str, Any]:
-    return {"messages": [*question(url, asked), {"role": "assistant", "content": answer}]}
+def _row(url: str, attribute: str, answer: str) -> dict[str, Any]:
+    return {"messages": [*question(url, attribute), {"role": "assistant", "content": answer}]}
 
 
-def question(url: str, asked: str) -> list[dict[str, Any]]:
+def question(url: str, attribute: str) -> list[dict[str, Any]]:
     """The messages before the answer."""
     picture = {"type": "image_url", "image_url": {"url": url}}
-    return [{"role": "user", "content": [picture, {"type": "text", "text": QUESTIONS[asked]}]}]
+    return [{"role": "user", "content": [picture, {"type": "text", "text": QUESTIONS[attribute]}]}]
 
 
 def data_url(png: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
-def words() -> list[str]:
+def sentences() -> list[str]:
     """All texts of the rows: what a tokenizer should have pieces for."""
     return [*QUESTIONS.values(), *SHAPES, *COLOURS, *COUNTS, "Picture 1:"]

@@ -1,6 +1,6 @@
 """A tiny ERNIE (with experts or without) or Llama folder made from nothing, its tokenizer trained on the demo's text.
 
-Called by recipes/demo.py, and by tests that want a real model in a second.
+Called by recipes/demo.py, and by tests that need a real model in a second.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def make_tokenizer(
         "add_eos_token": False,
         "add_prefix_space": False,
         "tokenizer_class": "Ernie4_5_Tokenizer",
-        # In plain words for other programs, which know no `begin_token`.
+        # As text for other programs, which have no `begin_token`.
         "chat_template": BUILT_IN.replace("begin_token", repr(BEGIN)).replace("end_token", repr(END)),
         "model_max_length": SHAPE["max_position_embeddings"],
     }

@@ -1,6 +1,6 @@
 """A tiny ERNIE-4.5-VL made from nothing, its tokenizer trained on the questions of shapes.py; and its answers.
 
-Called by recipes/demo_vision.py, and by tests that want a model that sees.
+Called by recipes/demo_vision.py, and by tests that need a vision-language model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from erniekit.checkpoint.model_writer import write_model
 from erniekit.checkpoint.shards import write_json
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import TEXT, More, Vision
-from erniekit.data.vision.asked import PromptReader
+from erniekit.data.vision.prompt_reader import PromptReader
 from erniekit.data.vision.rules import VisionTokens
 from erniekit.demo import shapes
 from erniekit.demo.tiny import demo_text, make_tokenizer
@@ -59,13 +59,13 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def make_tiny_seeing(folder: str | Path, seed: int = 0, layout: str = "hf", **shape: Any) -> Path:
+def make_tiny_vision(folder: str | Path, seed: int = 0, layout: str = "hf", **shape: Any) -> Path:
     """`folder` with config.json, fp32 weights in `layout`, a tokenizer and a preprocessor_config.json. shape: fields of
     config.json other than SHAPE's."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     english = [line for line in demo_text() if line.isascii()]
-    make_tokenizer(folder, [*english, *(line for line in shapes.words() for _ in range(200))], VOCAB, CONTROL)
+    make_tokenizer(folder, [*english, *(line for line in shapes.sentences() for _ in range(200))], VOCAB, CONTROL)
     first = 5  # behind <unk>, <s>, </s> and the two sentence tokens
     image, start, end, video_start, video_end, video = range(first, first + 6)
     ids = {"im_patch_id": image, "image_start_token_id": start, "image_end_token_id": end, "video_token_id": video}
@@ -85,21 +85,21 @@ def make_tiny_seeing(folder: str | Path, seed: int = 0, layout: str = "hf", **sh
 @torch.no_grad()
 def answer(model: Any, tokenizer: Tokenizer, reader: PromptReader, messages: Sequence[Any], most: int = 8) -> str:
     """Greedy, the whole prompt at every token: nothing but the model itself takes part."""
-    asked = reader.read(messages)
-    prompt, tokens = asked.prompt, VisionTokens.of(tokenizer)
+    read = reader.read(messages)
+    prompt, tokens = read.prompt, VisionTokens.of(tokenizer)
     ids, positions = list(map(int, prompt.ids)), prompt.media.positions
-    modality, said = prompt.media.modality, list[int]()
+    modality, generated = prompt.media.modality, list[int]()
     places = torch.from_numpy(np.flatnonzero(prompt.ids == tokens.placeholder))
     grids = torch.tensor(prompt.media.grids, dtype=torch.int64)
-    vision = Vision(torch.from_numpy(asked.patches), grids, places) if len(grids) else None
-    while len(said) < most:
-        later = np.arange(len(said))[:, None].repeat(3, 1) + prompt.next_position
+    vision = Vision(torch.from_numpy(read.patches), grids, places) if len(grids) else None
+    while len(generated) < most:
+        later = np.arange(len(generated))[:, None].repeat(3, 1) + prompt.next_position
         where = torch.from_numpy(np.concatenate((positions, later)))[None].long()
-        kinds = torch.from_numpy(np.concatenate((modality, np.full(len(said), TEXT, np.uint8))))[None]
+        kinds = torch.from_numpy(np.concatenate((modality, np.full(len(generated), TEXT, np.uint8))))[None]
         more = More(vision=vision, modality=kinds if vision else None)
-        logits = model(torch.tensor([ids + said]), where, more=more)
+        logits = model(torch.tensor([ids + generated]), where, more=more)
         chosen = int(logits[0, -1].argmax())
         if chosen in (tokenizer.eos_id, tokenizer.end_id):
             break
-        said.append(chosen)
-    return tokenizer.decode(said).strip()
+        generated.append(chosen)
+    return tokenizer.decode(generated).strip()

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from erniekit import capabilities
 from erniekit.devices.base import CLAIMED_BY, Device
-from erniekit.log import say
+from erniekit.log import emit
 
 WITHOUT = "ERNIEKIT_WITHOUT"
 ROWS, WIDTH = 32, 64  # of the products that are tried: tiles of every card's kernels fit
@@ -33,7 +33,7 @@ def probed(device: Device, count: int = 1) -> Device:
         _known[key] = find_lacks(device, count)
         for name, reason in _known[key].items():
             if name not in device.quiet_lacks and reason != UNCLAIMED:
-                say(f"device   {device.name}: {capabilities.line(name, reason)}")
+                emit(f"device   {device.name}: {capabilities.line(name, reason)}")
     if device.vendor != "cpu":
         capabilities.set_lacks(_known[key])
     return device.without(_known[key])

@@ -17,7 +17,7 @@ from erniekit.errors import CheckpointError
 from erniekit.export.source import find_source
 from erniekit.files.listed import has_file
 from erniekit.files.tokenizer_names import TOKENIZER_FILES
-from erniekit.log import say
+from erniekit.log import emit
 from erniekit.lora.base import find_base
 from erniekit.weight_kinds import BF16
 
@@ -41,8 +41,8 @@ READ = frozenset({
 
 def note_unread(cfg: RunConfig) -> None:
     """A recipe holds keys of every command; a key that was typed for this one and changes nothing is worth a line."""
-    if idle := cfg.typed_beside(READ):
-        say(f"note     without effect on {cfg.command}: {', '.join(idle)} (weights keep their dtype)")
+    if idle := cfg.typed_besides(READ):
+        emit(f"note     without effect on {cfg.command}: {', '.join(idle)} (weights keep their dtype)")
 
 
 def plan_of(cfg: RunConfig) -> ExportPlan:
@@ -63,7 +63,7 @@ def plan_of(cfg: RunConfig) -> ExportPlan:
         out = output_dir / _folder_of(cfg)
         if not source.is_adapter:
             if cfg.typed("model_name_or_path"):
-                say(f"note     model_name_or_path is not used: {source.path} holds a whole model, not an adapter")
+                emit(f"note     model_name_or_path is not used: {source.path} holds a whole model, not an adapter")
             return ExportPlan(source.path, (), named_tokenizer(cfg), out)
         adapters = (source.path,)
     return ExportPlan(_base(cfg, adapters), adapters, named_tokenizer(cfg), out)
@@ -82,7 +82,7 @@ def starts_training(cfg: RunConfig) -> bool:
     began = [began] if isinstance(began, str) else list(began or ())
     if began != list(cfg.lora.lora_path):
         return False
-    say(f"note     lora_path: the run in {output_dir} started from it; its result is used")
+    emit(f"note     lora_path: the run in {output_dir} started from it; its result is used")
     return True
 
 

@@ -36,7 +36,7 @@ from erniekit.export.verify import Proof, prove
 from erniekit.export.vision_ids import with_token_ids
 from erniekit.files.listed import has_file
 from erniekit.files.tokenizer_names import TOKENIZER_FILES
-from erniekit.log import paint, say, typed, warn
+from erniekit.log import emit, paint, typed, warn
 from erniekit.lora.adapter import Adapter, combined
 from erniekit.lora.adapter_files import read_adapter
 from erniekit.lora.base import check_answers, same_base, stored_probe
@@ -88,7 +88,7 @@ def result_of(folder: Path, gguf: str = "") -> RunResult:
         commands = [typed("eval", folder, stage, "eval_dataset_path=FILE")]
     else:
         commands = [typed("chat", folder)]
-    say(paint(f"next     {commands[0]}", "bold"))
+    emit(paint(f"next     {commands[0]}", "bold"))
     return RunResult(folder, next_commands=commands)
 
 
@@ -151,7 +151,7 @@ def export(
         whole = probe = None
     if source.quantised:
         static = any(weight.scheme.static_inputs for weight in source.quantised.values())
-        say("note     the weights are quantised: they are written dequantised" + (", and inputs unrounded" * static))
+        emit("note     the weights are quantised: they are written dequantised" + (", and inputs unrounded" * static))
         probe = None if static and not folders else probe  # it was measured with rounded inputs
     config = source.config
     if config.vision is not None:
@@ -198,7 +198,7 @@ def export(
         publish(out.parent, out.name, made, info=info, expected_bytes=needed, may_replace=check_replaceable)
     _show_result(out, loaded, merge, proofs, f"{layout} layout" if as_gguf is None else as_gguf.kind.name)
     for each in filter(None, proved):
-        (say if each.stage is None else warn)(f"checked  {each.line()}" if each.stage is None else each.line())
+        (emit if each.stage is None else warn)(f"checked  {each.line()}" if each.stage is None else each.line())
     return out
 
 
@@ -303,10 +303,10 @@ def _show_result(
     out: Path, adapters: Sequence[Adapter], merge: _Merge, proofs: Sequence[Proof | GgufProof], what: str
 ) -> None:
     for adapter in adapters:
-        say(f"merged   {len(adapter.updates)} projections of {adapter.where} into {merge.source.path}, in fp32")
+        emit(f"merged   {len(adapter.updates)} projections of {adapter.where} into {merge.source.path}, in fp32")
     rounded = merge.grid != BF16
     if rounded:
-        say(f"rounded  merged weights to what {merge.grid} keeps: {merge.lost():.0%} of the update's size is lost")
+        emit(f"rounded  merged weights to what {merge.grid} keeps: {merge.lost():.0%} of the update's size is lost")
     if merge.lost() > 0.5:
         kind, target, instead = merge.grid, "grid", "leave merge_grid out"
         if not rounded:
@@ -318,8 +318,8 @@ def _show_result(
     for proof in proofs:
         merged = "" if not adapters else "adapter" if len(adapters) == 1 else f"{len(adapters)} adapters"
         for line in ["every other tensor bit-identical to its source"] if rounded else proof.lines(merged):
-            say(f"checked  {line}")
+            emit(f"checked  {line}")
     shards = [*out.glob("model*.safetensors"), *out.glob("model*.gguf")]
     size = sum(f.stat().st_size for f in shards)
     shown = f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
-    say(f"saved    {out} ({what}, {len(shards)} file{'s' if len(shards) > 1 else ''}, {shown})")
+    emit(f"saved    {out} ({what}, {len(shards)} file{'s' if len(shards) > 1 else ''}, {shown})")

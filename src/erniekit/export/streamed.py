@@ -23,7 +23,7 @@ Fill = Callable[[str, torch.Tensor, int], None]
 Ready = Callable[[nn.Module, str], None]  # (model, the prefix of a layer that is filled now)
 VOCABULARY = ("embed.weight", "head.weight")  # with a row for each token: never in memory as a whole
 HEADS = (SCORE, "head.weight", "embed.weight")  # the last where it is tied
-FRONT = ("tower.", "resampler.")  # in front of the layers of a model that sees, and in memory as a whole
+FRONT = ("tower.", "resampler.")  # in front of the layers of a vision-language model, and in memory as a whole
 _AT_ONCE = 16 << 20  # weights of the head that are multiplied in one go
 
 

@@ -17,7 +17,7 @@ from erniekit.checkpoint.lock import RunLock
 from erniekit.checkpoint.manifest import MANIFEST, Damaged, NoManifest
 from erniekit.errors import CheckpointError
 from erniekit.files.record import NotOurs, some
-from erniekit.log import say
+from erniekit.log import emit
 
 EXPORT, QUANTIZE = "export", "quantize"
 
@@ -73,7 +73,7 @@ def _note_replaced(target: Path) -> None:
     except (Damaged, NoManifest):  # refused by check_target
         return
     kind = next((f"{key} {info[key]}, " for key in ("quant", "gguf", "merge_grid", "layout") if key in info), "")
-    say(f"note     {target} holds an earlier result ({kind}of {info.get('base', '?')}): it is replaced")
+    emit(f"note     {target} holds an earlier result ({kind}of {info.get('base', '?')}): it is replaced")
 
 
 def _made_by(info: Mapping[str, Any]) -> str:

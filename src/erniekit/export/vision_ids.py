@@ -1,4 +1,4 @@
-"""The ids a server needs in config.json of a model that sees, from its tokenizer where the base does not have them.
+"""The ids a server needs in config.json of a vision model, from its tokenizer where the base does not have them.
 
 Called by export/run.py. Without them vLLM takes the marks around pictures for text and sends them to text experts.
 """
@@ -16,7 +16,7 @@ _VIDEO = "<|VIDEO_PLACEHOLDER|>"
 
 
 def with_token_ids(config: DecoderConfig, tokenizer: Path) -> DecoderConfig:
-    """config: of a model that sees. The same where nothing is missing, and where the folder has no tokenizer."""
+    """config: of a vision-language model. The same where nothing is missing, and where the folder has no tokenizer."""
     v = config.vision
     assert v is not None
     if None not in (v.image_id, v.video_id, v.image_bounds, v.video_bounds) or not has_tokenizer(tokenizer):

@@ -31,7 +31,7 @@ from erniekit.launch.heartbeat import Machine, newest_checkpoint, notice_silence
 from erniekit.launch.logs import LAUNCHER_LOG, Relay, own_folder
 from erniekit.launch.nodes import BLAME_WAIT_S, Apart, Nodes, addresses, interface_of, own_address, rendezvous
 from erniekit.launch.plan import LAUNCH_NAME, LaunchPlan
-from erniekit.log import say
+from erniekit.log import emit
 
 LEAVE_S = 8.0  # from SIGTERM to SIGKILL for the ranks whose peer is gone
 SLACK_S = 5.0  # beyond a rank's grace to save: it has to get to the end of its step as well
@@ -50,7 +50,7 @@ def run_ranks(launch: LaunchPlan, command: list[str]) -> int:
         fix = "give another log_dir"
         raise ConfigError(f"no logs of the ranks: {e.strerror}", where=str(launch.log_dir), fix=fix) from e
     if logs != launch.log_dir:
-        say(f"note     {launch.log_dir} holds logs of another program: this run's are in {logs}")
+        emit(f"note     {launch.log_dir} holds logs of another program: this run's are in {logs}")
     relay = Relay(logs)
     errors = Path(tempfile.mkdtemp(prefix="erniekit-ranks-"))
     agent = None
@@ -161,22 +161,22 @@ class Agent(LocalElasticAgent):
         ranks = [worker.global_rank for worker in group.workers]
         of = f" of {group.workers[0].world_size} on {self.launch.nnodes} machines" if self.launch.nnodes > 1 else ""
         names = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-        self.relay.say(f"{names}{of}; what each says: {self.relay.folder}/workerlog.N")
+        self.relay.emit(f"{names}{of}; output of each: {self.relay.folder}/workerlog.N")
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         """torch restarts us: after a failure, or because a machine that was away is waiting to join."""
         if self._failure is None and self._nodes and (failure := self._nodes.elsewhere(at_once=True)):
             self._failure = failure  # the machine that waits is the one that failed: this counts for all of us
             self._remaining_restarts = max(0, self._remaining_restarts - 1)
-            self.relay.say(*failure.lines)
+            self.relay.emit(*failure.lines)
         done = self.launch.max_restarts - self._remaining_restarts
         wait = min(LONGEST_BACK_OFF_S, BACK_OFF_S * 2 ** max(0, done - 1)) if self._failure else 0.0
-        self.relay.say(self._next_attempt(done, wait))
+        self.relay.emit(self._next_attempt(done, wait))
         until = time.monotonic() + wait
         while time.monotonic() < until:
             if self._signals:
                 name = signal.Signals(self._signals[0])
-                self.relay.say(f"stopped by {name.name} between two attempts; run the same command to resume")
+                self.relay.emit(f"stopped by {name.name} between two attempts; run the same command to resume")
                 self.exit_code = 75
                 raise SignalException("while waiting to restart", name)
             time.sleep(0.05)
@@ -309,7 +309,7 @@ class Agent(LocalElasticAgent):
             if cause.exit_code in (130, self.exit_code):  # it obeyed: nothing to save yet, or a second signal
                 lines = (f"stopped by {signal.Signals(self._signals[0]).name} without a save",)
         self.relay.mute()
-        self.relay.say(*lines)
+        self.relay.emit(*lines)
         if cause.rank in {worker.global_rank for worker in self._worker_group.workers}:
             self.relay.note(cause.rank, *lines)
         self._shutdown()

@@ -60,7 +60,7 @@ class _RankOutput:
 
 
 class Relay:
-    """One thread moves all of it: `open` before a rank starts, `say` for the launcher's own lines, `close` last."""
+    """One thread moves all of it: `open` before a rank starts, `emit` for the launcher's own lines, `close` last."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -89,7 +89,7 @@ class Relay:
             out, err = (self._add(rank, log, fd, shown[name]) for name, fd in SCREEN.items())
             return out, err
 
-    def say(self, *lines: str) -> None:
+    def emit(self, *lines: str) -> None:
         """Lines of the launcher itself, never in the middle of a rank's line."""
         with self._lock:
             sys.stderr.write(("\n" if self._mid_line else "") + "\n".join(lines) + "\n")

@@ -16,7 +16,7 @@ from torch import nn
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.errors import ConfigError
 from erniekit.kernels.stored import PLAIN, kind_named
-from erniekit.log import say, warn
+from erniekit.log import emit, warn
 from erniekit.lora.layers import LoRAExperts, LoRALinear
 from erniekit.models.layers.linear import HoldsWeight, packed_layers
 from erniekit.weight_kinds import BF16, kinds_of, with_products
@@ -71,7 +71,7 @@ def packing(
     weights: ModelFolder,
     base: str,
     device: str | torch.device,
-    print_line: Callable[[str], object] = say,
+    print_line: Callable[[str], object] = emit,
     only: Collection[str] | None = None,
 ) -> Callable[[nn.Module], None] | None:
     """What `ModelFolder.build` takes to keep weights as `base` does; None: as they are. only: these layers, as a run

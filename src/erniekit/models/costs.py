@@ -162,7 +162,7 @@ def adapter_weights(c: DecoderConfig, rank: int) -> int:
 
 def adapters_met_of(c: DecoderConfig, sizes: Iterable[tuple[str, int]], vision: bool = False) -> int:
     """The same of adapters that a model has, by the names and sizes of its parameters. A router's update is added to
-    its weight once a step, whatever the tokens: it is no product of theirs. Of a model that sees, what a token of text
+    its weight once a step, whatever the tokens: it is no product of theirs. Of a vision model, what a token of text
     meets in the decoder, or one of a picture."""
     total, others = 0.0, "text" if vision else "vision"
     for name, size in sizes:

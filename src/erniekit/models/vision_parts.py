@@ -1,4 +1,4 @@
-"""The parts of a model that sees, by the names of their weights: which a run leaves as they are, and the tower's
+"""The parts of a vision-language model, by the names of their weights: which a run leaves as they are, and the tower's
 learning rates layer by layer. Called by recipes/.
 """
 

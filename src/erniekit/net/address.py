@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from erniekit.log import say
+from erniekit.log import emit
 
 ADDRESS_VARIABLE = "ERNIEKIT_ADDRESS_FILE"
 KEY_VARIABLE = "ERNIEKIT_API_KEY"
@@ -20,4 +20,4 @@ def announce(url: str, about: str) -> None:
         part = Path(f"{file}.part")
         part.write_text(url + "\n", encoding="ascii")
         part.replace(file)
-    say(f"ready: {url} ({about})")
+    emit(f"ready: {url} ({about})")

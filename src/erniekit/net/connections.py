@@ -32,8 +32,8 @@ RESERVE = 32  # descriptors for files, and for connections that are accepted and
 BATCH = 8  # connections accepted before other work gets its turn
 SWEEP_S = 0.25
 LINGER_S = 1.0  # for a refused client to read why
-YIELD_S = 2.0  # a body or a reader this far behind makes room for a new connection
-CHUNKS, CHUNK_BYTES = 4096, 1024  # chunks of under 256 bytes: so many, and one more for each so many bytes
+YIELD_S = 2.0  # a body or a reader this far behind is dropped for a new connection
+CHUNKS, CHUNK_BYTES = 4096, 1024  # chunks of under 256 bytes: this many, and one more for each of these bytes
 _TINY = re.compile(rb"\r\n0*[0-9a-fA-F]{1,2}(?:;[^\r\n]*)?\r\n")  # their heads
 SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 WHY = b'{"error":{"message":"too many connections are open","type":"server_error","param":null,"code":"connections"}}'
@@ -85,7 +85,7 @@ class Connections:
         self._sweeping = False
 
     def add(self, new: LimitedProtocol) -> bool:
-        """False: there is no room. A connection that waits for its client makes room for a new one."""
+        """False: the limit is reached. A connection that waits for its client is dropped for a new one."""
         local = is_loopback(new.group)
         own = [] if local else [one for one in self.open if one.group == new.group]
         if len(own) >= self.limits.most_per_client and not self.evict(own):
@@ -172,7 +172,7 @@ class LimitedProtocol(H11Protocol):
     async def write_chunk(self, body: bytes) -> bool:
         """A piece of the body of a response whose head was sent, past the layers between, which cost more than it.
         False: not for this client, and nothing was written."""
-        if self.conn.their_http_version != b"1.1":  # older ones know no chunks
+        if self.conn.their_http_version != b"1.1":  # older ones have no chunks
             return False
         if self.flow.write_paused and not self.cycle.disconnected:
             await self.flow.drain()
@@ -204,7 +204,7 @@ class LimitedProtocol(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def rank(self, now: float) -> int | None:
-        """How soon it makes room for a new connection; None: it does not, since we are what it waits for."""
+        """How soon it is dropped for a new connection; None: it is not, since it waits for us."""
         if not self.active:
             return 0
         if self.cycle.more_body and now - self.since > YIELD_S:

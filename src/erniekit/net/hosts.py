@@ -1,4 +1,4 @@
-"""Who a request says it talks to and where it comes from: Host, Origin, the client's address.
+"""The host a request is addressed to and where it comes from: Host, Origin, the client's address.
 
 Used by serve/middleware.py and by the web page's guard. A site can make its own name resolve to this machine (DNS
 rebinding) and then read what answers here; the Host header still holds that name.
@@ -35,7 +35,7 @@ class Hosts:
             return cls(frozenset(own))
         return cls(frozenset({*own, socket.gethostname().lower(), socket.getfqdn().lower()}), True)
 
-    def knows(self, host: str, addresses: bool = False) -> bool:
+    def allows(self, host: str, addresses: bool = False) -> bool:
         """host: a Host header's value. addresses: any IP address is right for this request."""
         name = host_name(host.lower())
         if ANY in self.names or name in self.names or name.removesuffix(".") in self.names:

@@ -12,7 +12,7 @@ from torch import nn
 
 from erniekit.devices.base import Device
 from erniekit.kernels.packed_attention import Packs
-from erniekit.log import say
+from erniekit.log import emit
 from erniekit.parallel.compiled import is_eager
 
 KINDS = 2  # of batches of one length that are recorded: rows of one document and packs
@@ -89,7 +89,7 @@ class GraphedLayers:
             free = self.device.free_memory()[0] + self.device.reserved() - held
             self.room = need < free
             if not self.room:
-                say(f"note     cuda_graph: recording takes {need / GIB:.0f} GiB, {free / GIB:.0f} are free: launched")
+                emit(f"note     cuda_graph: recording takes {need / GIB:.0f} GiB, {free / GIB:.0f} are free: launched")
         return self.room
 
     def _record(self, x_BLH: torch.Tensor, ctx: Any) -> nn.Module:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from erniekit.parallel.islands import Islands
 
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
-USER_WORDS = {
+CONFIG_KEYS = {
     "pp": "pipeline_parallel_degree",
     "dp": "data_parallel_degree",
     "fsdp": "sharding_parallel_degree",
@@ -134,12 +134,12 @@ def fit(world: int, layout: Layout) -> Layout:
     fixed = layout.pp * layout.fsdp * layout.cp * layout.tp
     if fixed <= world and world % fixed == 0 and layout.dp in (1, world // fixed):
         return _with_experts(replace(layout, dp=world // fixed))
-    degrees = " x ".join(f"{USER_WORDS[a]}={getattr(layout, a)}" for a in AXES if getattr(layout, a) > 1)
+    degrees = " x ".join(f"{CONFIG_KEYS[a]}={getattr(layout, a)}" for a in AXES if getattr(layout, a) > 1)
     near = [n for n in range(max(1, world // 2), 2 * max(world, fixed) + 1) if n % (fixed * layout.dp) == 0][:3]
     smaller = _divisors_that_fit(world, layout)
     raise PlanError(
         f"{degrees} needs a multiple of {fixed * layout.dp} ranks; there are {world}",
-        where=", ".join(USER_WORDS[a] for a in AXES if getattr(layout, a) > 1),
+        where=", ".join(CONFIG_KEYS[a] for a in AXES if getattr(layout, a) > 1),
         fix=f"start {' or '.join(map(str, near))} ranks, or on {world}: {'; '.join(smaller)}",
     )
 

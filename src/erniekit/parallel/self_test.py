@@ -23,7 +23,7 @@ from erniekit.parallel import comm
 from erniekit.parallel.collectives import gather_from, scatter_sum, sum_from
 from erniekit.parallel.fsdp import shard_options
 from erniekit.parallel.islands import ACROSS
-from erniekit.parallel.mesh import AXES, USER_WORDS, World
+from erniekit.parallel.mesh import AXES, CONFIG_KEYS, World
 
 ANSWER = timedelta(seconds=60)  # for one exchange of a few numbers; ranks may still be importing
 ROUNDING = 1e-3  # a mean over three ranks is not exact
@@ -62,7 +62,7 @@ def _tests(
     for axis in (axis for axis in AXES if getattr(layout, axis) > 1):
         group = world.group(axis)
         assert group is not None
-        key, on = USER_WORDS[axis], _carried_on(world, group, own)
+        key, on = CONFIG_KEYS[axis], _carried_on(world, group, own)
         yield key, "all_reduce", lambda g=group, on=on: _all_reduce(g, on)  # type: ignore[misc]
         if axis in ("tp", "cp"):
             yield key, "all_gather", lambda g=group, on=on: _gather(g, on)  # type: ignore[misc]

@@ -40,7 +40,7 @@ class Island:
 @dataclass(frozen=True)
 class Cluster:
     islands: tuple[Island, ...]
-    words: str = ""
+    text: str = ""
     between: float = 12.5e9  # bytes a second between islands
 
     @property

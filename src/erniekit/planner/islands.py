@@ -27,16 +27,16 @@ MOST_STAGES = 64
 
 def across(job: Job, cluster: Cluster, places: Sequence[Site]) -> Ranking:
     """Every stage size that all islands divide by, with tensor and data parallelism inside a stage."""
-    if job.data_alone:
+    if job.data_only:
         raise PlanError(
             "unlike islands are a pipeline, and this run takes data parallelism and sharding alone",
-            where=cluster.words,
+            where=cluster.text,
             fix="plan it on one of the islands",
         )
     vendors = [vendor for vendor, _ in groupby(island.card.vendor for island in cluster.islands)]
     if len(vendors) > len(set(vendors)):
         what = f"islands of one vendor are apart: {', '.join(vendors)}"
-        raise PlanError(what, where=cluster.words, fix="list those of one vendor next to each other")
+        raise PlanError(what, where=cluster.text, fix="list those of one vendor next to each other")
     ranked: list[Candidate] = []
     failed: dict[str, tuple[int, str]] = {}
     nearest, tried = None, 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from erniekit.models.config import DecoderConfig
-from erniekit.parallel.mesh import USER_WORDS, Layout
+from erniekit.parallel.mesh import CONFIG_KEYS, Layout
 from erniekit.planner.static_bytes import Blocks
 
 
@@ -26,7 +26,7 @@ class Job:
     recomputed: int | None = None  # layers of each rank that are; None: by `recompute`
     forwards: int = 0  # passes of this model over the rows without gradient: a live reference's, KTO's baseline
     teacher: DecoderConfig | None = None  # another model, whole on every rank, that runs forward as well
-    data_alone: bool = False  # no axis but data parallelism and sharding
+    data_only: bool = False  # no axis but data parallelism and sharding
     compute: int = 2  # bytes
     offload_optimiser: bool = False
     seeing: float = 0.0  # bytes that a vision tower and its resampler keep of a micro-batch
@@ -44,7 +44,7 @@ class Job:
 
 def keys_of(layout: Layout, micro_batches: int) -> dict[str, Any]:
     """A layout as a recipe writes it."""
-    out: dict[str, Any] = {key: getattr(layout, axis) for axis, key in USER_WORDS.items()}
+    out: dict[str, Any] = {key: getattr(layout, axis) for axis, key in CONFIG_KEYS.items()}
     if layout.fsdp > 1:
         out["sharding"] = f"stage{layout.sharding_stage}"
     out["sequence_parallel"] = layout.sequence_parallel

@@ -39,7 +39,7 @@ def divisors(number: int) -> list[int]:
 def layouts(job: Job, ranks: int, devices: int) -> Iterator[Layout]:
     """devices: of a machine; tensor parallelism stays inside one."""
     c = job.model
-    if job.data_alone:
+    if job.data_only:
         if job.packs % (job.rows * ranks) == 0:
             yield from _spread(job, Layout(), ranks, devices)
         return

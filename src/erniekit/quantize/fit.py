@@ -1,4 +1,4 @@
-"""Whether a number format fits a model's widths, and the group size where none was asked for. Called by run.py."""
+"""Whether a number format fits a model's widths, and the group size where none was requested. Called by run.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GROUPS = (128, 64, 32)  # what kernels of serving engines have; the first that f
 def require_plain(source: ModelFolder) -> None:
     if source.config.vision is not None:
         raise LaterError(
-            "quantising a model that sees is not in this version",
+            "quantising a vision-language model is not in this version",
             where=f"model_name_or_path: {source.path}",
             fix="serve it in 16 bit, or let the server quantise it",
         )
@@ -29,7 +29,7 @@ def require_plain(source: ModelFolder) -> None:
 
 
 def fitted(recipe: QuantRecipe, config: DecoderConfig, group: int | None) -> QuantRecipe:
-    """The recipe with the group size that was asked for, or the largest that fits; refused where nothing does."""
+    """The recipe with the requested group size, or the largest that fits; refused where nothing does."""
     widths = input_widths(config)
     if group is not None and not recipe.takes_groups:
         raise ConfigError(
@@ -99,8 +99,8 @@ def _unit(scheme: Scheme) -> int:
     """Columns must be a multiple of it."""
     if scheme.number == "nf4":  # in blocks of the flattened weight, the last of which may be shorter
         return 1
-    word = 32 // scheme.bits if scheme.format == "pack-quantized" else 1
-    return max(scheme.group or 1, word)
+    packed = 32 // scheme.bits if scheme.format == "pack-quantized" else 1
+    return max(scheme.group or 1, packed)
 
 
 def _fitting_group(recipe: QuantRecipe, widths: dict[str, int]) -> int | None:

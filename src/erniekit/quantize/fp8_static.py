@@ -70,7 +70,7 @@ def write_static(
         if tokenizer is not None:
             copy_side_files(tokenizer, folder, TOKENIZER_FILES)
         write_weights(folder, source, RECIPE, _parts_of(source, scales), max_shard_size)
-        _tell_rotation(folder, scales)
+        _note_rotation(folder, scales)
         written = ModelFolder(folder)
         changed = {f"{name}.weight" for name in scales.layers}
         same_tensors(source, written, changed)
@@ -121,24 +121,24 @@ def _rounded_parts(entry: Entry, weight: torch.Tensor, moe: Any, scales: SavedSc
     return file_parts(entry, grid, each, scheme, torch.tensor([layer.input_scale]))
 
 
-def _tell_rotation(folder: Path, scales: SavedScales) -> None:
-    """For engines that rotate activations: compressed-tensors' words for it."""
+def _note_rotation(folder: Path, scales: SavedScales) -> None:
+    """For engines that rotate activations, in compressed-tensors' format."""
     blocks = {layer.block for name, layer in scales.layers.items() if ".experts." not in name}
     if blocks == {0}:
         return
     if len(blocks) > 1:
         raise CheckpointError(
-            f"some linears were rotated in training and some not ({sorted(blocks)}): no file format says so",
+            f"some linears were rotated in training and some not ({sorted(blocks)}): no file format records it",
             where=str(folder),
             fix="train without apply_hadamard, or in a layout that cuts widths into multiples of hadamard_block_size",
         )
     (block,) = blocks
     config = read_object(folder / "config.json", CheckpointError)
-    config[KEY]["transform_config"] = rotation_words(block)
+    config[KEY]["transform_config"] = rotation_config(block)
     write_json(folder / "config.json", config)
 
 
-def rotation_words(block: int) -> dict[str, Any]:
+def rotation_config(block: int) -> dict[str, Any]:
     at = [{"targets": [ROTATED], "location": where, "inverse": where != "input"} for where in ("input", "weight_input")]
     return {"config_groups": {"rotation": {"type": "hadamard", "apply": at, "head_dim": block}}}
 

@@ -68,7 +68,7 @@ def compensated(weight: torch.Tensor, scale: torch.Tensor, scheme: Scheme, hessi
 
 
 def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor:
-    """The upper Cholesky factor of the damped Hessian's inverse. An input that is always zero stands alone."""
+    """The upper Cholesky factor of the damped Hessian's inverse. An input that is always zero is decoupled."""
     damped = hessian.clone()
     diagonal = damped.diagonal()
     diagonal[diagonal == 0] = 1.0

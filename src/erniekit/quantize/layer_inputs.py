@@ -53,7 +53,7 @@ class LayerInputs:
 
     @cached_property
     def tokens(self) -> torch.Tensor:
-        """All of the expert block's inputs, [T, H]; ask when all rows have been run."""
+        """All of the expert block's inputs, [T, H]; call it when all rows have been run."""
         return torch.cat(self._tokens)
 
     @cached_property

@@ -27,7 +27,7 @@ GATE_UP, DOWN = f"{EXPERTS}gate_up.weight", f"{EXPERTS}down.weight"
 @dataclass(frozen=True)
 class Method:
     compensate: bool  # GPTQ; else round to nearest
-    expert_tokens: int  # each expert is calibrated on at least so many, where there are as many
+    expert_tokens: int  # each expert is calibrated on at least this many, where there are as many
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The result: safetensors in compressed-tensors' or bitsandbytes' layout, and the config.json that says so.
+"""The result: safetensors in compressed-tensors' or bitsandbytes' layout, and the config.json that declares it.
 
 Called by run.py. Written without those libraries; tests read the files with them.
 """
@@ -21,7 +21,7 @@ from erniekit.quantize.layer_weights import is_quantised
 # A reader takes the first group that names experts, or the first of a class: so theirs stands first. This pattern is
 # met by no shared expert.
 EXPERTS = r"re:.*mlp\.experts\.\d+\.(gate|up|down)_proj$"
-LAYOUT = "hf"  # a tensor for each expert: the only one whose names these formats know
+LAYOUT = "hf"  # a tensor for each expert: the only one whose names these formats have
 
 
 def quantization_config(recipe: QuantRecipe, source: ModelFolder) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def write_weights(
     parts_of: Callable[[int], dict[str, torch.Tensor]],
     max_shard_size: float,
 ) -> None:
-    """Weights, config.json and generation_config.json. parts_of: a layer's quantised tensors, asked for in order."""
+    """Weights, config.json and generation_config.json. parts_of: a layer's quantised tensors, called in order."""
     plain = {entry.ours: entry for entry in source.entries() if not entry.copy_of}
     config, spec = source.config, source.spec
 

@@ -1,4 +1,4 @@
-"""Which programs load a quantised folder, and what they make of it: said when one is written, and in its report.
+"""Which programs load a quantised folder, and how: printed when one is written, and in its report.
 
 Measured with transformers 5.17 to 5.19 (tests/parity/test_quantised_transformers.py repeats it); vLLM's by the rules of
 0.32's loader.
@@ -19,7 +19,7 @@ class FolderReader:
 
 
 def readers(recipe: QuantRecipe, moe: bool) -> list[FolderReader]:
-    return [_ours(recipe), _transformers(recipe, moe), _vllm(recipe, moe)]
+    return [_erniekit(recipe), _transformers(recipe, moe), _vllm(recipe, moe)]
 
 
 def warnings(recipe: QuantRecipe, moe: bool) -> list[str]:
@@ -27,7 +27,7 @@ def warnings(recipe: QuantRecipe, moe: bool) -> list[str]:
     return [f"{reader.name}: {reader.note}" for reader in readers(recipe, moe) if not reader.loads]
 
 
-def _ours(recipe: QuantRecipe) -> FolderReader:
+def _erniekit(recipe: QuantRecipe) -> FolderReader:
     if recipe.rest.static_inputs:
         return FolderReader("erniekit", True, "computes as an FP8 engine does, with the stored scales")
     return FolderReader("erniekit", True, "weights are dequantised as they are read; activations stay in 16 bit")

@@ -1,4 +1,4 @@
-"""quantize_report.html and .json beside the quantised model: quality before and after, worst weights, bytes, experts.
+"""quantize_report.html and .json in the quantised folder: quality before and after, worst weights, bytes, experts.
 
 Written by run.py. Nothing in it depends on when or how fast it ran: the same work gives the same bytes.
 """
@@ -107,7 +107,7 @@ def page(facts: dict[str, Any]) -> str:
     if facts["starved"]:
         body += _section("Starved experts", table(facts["starved"]) + _few(facts, "Even topped up"))
     if facts["topped_up"]:
-        body += _section("Experts that were topped up", table(facts["topped_up"]) + _few(facts, "Routed alone"))
+        body += _section("Experts that were topped up", table(facts["topped_up"]) + _few(facts, "Routed only"))
     return document(f"quantised: {facts['quant']}", "\n".join(body))
 
 

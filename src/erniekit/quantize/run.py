@@ -80,7 +80,7 @@ class _Run:
         self.job, self.source, self.recipe, self.work = job, source, job.recipe, work
         self.expected = 0  # bytes of the result
         self.before = sum(file.stat().st_size for file in set(source.files.values()))
-        self.dtype = source.dtype()  # of the weights the files stand for
+        self.dtype = source.dtype()  # of the weights the files represent
         self.entries: dict[int, dict[str, Any]] = {}  # by layer, then by names inside it, in the layout that is written
         for entry in source.spec.names(source.config, LAYOUT):
             number, inside = layer_of(entry.ours)
@@ -89,7 +89,7 @@ class _Run:
 
     def layers(self) -> Quality | None:
         one = OneLayer(self.source, self.job.device, self.job.dtype)
-        for name, entry in one.entries.items():  # what stays as it is, before hours are spent on the rest
+        for name, entry in one.entries.items():  # what stays as it is, before hours of work on the rest
             if not is_quantised(layer_of(name)[1]):
                 require_finite(entry, self.source.read(entry), str(self.job.source))
         done = self.work.open()
@@ -161,7 +161,7 @@ class _Run:
         return sum(weight.numel() for name, weight in state.items() if is_quantised(name))
 
     def _packed(self, sizes: Sequence[int]) -> int:
-        """Bytes of so many weights; a bit of each for scales."""
+        """Bytes of this many weights; a bit of each for scales."""
         return sum(sizes) * (max(scheme.bits for scheme in self.recipe.schemes) + 1) // 8
 
     def publish(self, quality: Quality | None) -> dict[str, Any]:
@@ -205,7 +205,7 @@ class _Run:
             number, inside = layer_of(entry.ours)
             if entry.ours in changed and _digest(written.read(entry)) != layers[number]["digests"][inside]:
                 raise CheckpointError(
-                    f"{entry.ours} changed on its way to the new folder; nothing was published",
+                    f"{entry.ours} changed while it was copied to the new folder; nothing was published",
                     where=str(folder),
                     fix="check the disk and the memory of this machine, then quantise again",
                 )

@@ -1,4 +1,4 @@
-"""Finished layers, kept beside the result while a model is quantised: a killed run goes on where it was.
+"""Finished layers, kept next to the result while a model is quantised: a killed run continues where it was.
 
 Used by run.py. Each layer is a folder of its own, published whole with a manifest; an unlike run's are discarded.
 """
@@ -20,7 +20,7 @@ from erniekit.checkpoint.manifest import Damaged, NoManifest
 from erniekit.checkpoint.shards import write_shards
 from erniekit.errors import CheckpointError
 from erniekit.files.record import NotOurs, some
-from erniekit.log import say
+from erniekit.log import emit
 
 STEM = "weights"
 _LAYER = re.compile(r"layer-\d{5}")
@@ -56,7 +56,7 @@ class WorkFolder:
             if int(left.name.removeprefix("layer-")) >= done:
                 self._discard(left)
         if done:
-            say(f"resumed  {done} layers are done already ({self.path})")
+            emit(f"resumed  {done} layers are done already ({self.path})")
         return done
 
     def save(self, number: int, parts: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:

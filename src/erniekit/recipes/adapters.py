@@ -39,7 +39,7 @@ def decide(cfg: RunConfig, folder: ModelFolder) -> tuple[LoRASettings | None, li
 
 
 def _check_dora(cfg: RunConfig, start: Adapter) -> None:
-    """As config/rules/adapters.py has it, for an adapter that is DoRA whatever the keys say."""
+    """As in config/rules/adapters.py, for an adapter that is DoRA whatever the keys are."""
     whole = cfg.parallel.tensor_parallel_degree <= 1 and not cfg.lora.packed_base
     if not whole or cfg.precision.compute_type == "fp8" or cfg.quant.use_fp8:
         raise ConfigError(
@@ -76,13 +76,13 @@ def settings_from(start: Adapter, cfg: RunConfig, model: nn.Module) -> LoRASetti
     """The adapter's own rank, scale and targets. How fast B learns is the run's: no weight depends on it."""
     own = start.settings(model, cfg.compat.shared_lora_a)
     by_plus = cfg.given("rslora_plus") and cfg.lora.rslora_plus
-    asked: dict[str, tuple[Any, Any]] = {
+    requested: dict[str, tuple[Any, Any]] = {
         "lora_rank": (cfg.lora.lora_rank, own.rank),
         "lora_alpha": (cfg.lora.lora_alpha, own.alpha),
         "rslora": (cfg.lora.rslora, own.rslora),
         "use_dora": (cfg.lora.use_dora, own.dora),
     }
-    for name, (value, held) in asked.items():
+    for name, (value, held) in requested.items():
         key = "rslora_plus" if by_plus and name in ("lora_alpha", "rslora") and not cfg.given(name) else name
         if cfg.given(key) and value != held:
             because = f" ({key} is True)" if key != name else ""
@@ -94,7 +94,7 @@ def settings_from(start: Adapter, cfg: RunConfig, model: nn.Module) -> LoRASetti
             )
     faster = by_plus or cfg.given("lora_plus_scale")
     scale = cfg.lora.lora_plus_scale if faster else own.lora_plus_scale
-    # Its own targets by the words that were given: names that match nothing, or too little, are refused on loading.
+    # Its own targets by the given patterns: names that match nothing, or too little, are refused on loading.
     targets = cfg.lora.lora_target_modules if cfg.given("lora_target_modules") else own.targets
     return replace(own, lora_plus_scale=scale, targets=targets)
 
@@ -112,6 +112,6 @@ def _notes(cfg: RunConfig, settings: LoRASettings) -> Iterator[Note]:
     }
     for name, value in values.items():
         if cfg[name] != value:
-            yield Note(name, cfg[name], value, reason, quiet=True)  # one line says so: run_summary.show_plan
+            yield Note(name, cfg[name], value, reason, quiet=True)  # one line reports it: run_summary.show_plan
     if alpha != int(alpha):
         yield Note("lora_alpha", cfg.lora.lora_alpha, cfg.lora.lora_alpha, f"the adapter's own is {alpha:g}: lora_path")

@@ -12,7 +12,7 @@ from erniekit.checkpoint.identity import model_identity
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import RunConfig
 from erniekit.data.collate import one_document
-from erniekit.log import say
+from erniekit.log import emit
 from erniekit.lora.adapter import Adapter
 from erniekit.lora.frozen_base import store_frozen
 from erniekit.lora.inject import inject
@@ -39,7 +39,7 @@ def build(plan: RunPlan, stage: TrainingStage, base_digest: str = "", fill: weig
     rehearsal."""
     cfg, folder, world, device = plan.config, plan.folder, plan.world, plan.device
     for line in plan.model_notes:
-        say(f"note     {line}")
+        emit(f"note     {line}")
     whole, model = (folder.spec.cast(folder.meta(), plan.stored_dtype) for _ in range(2))
     for each in (whole, model):
         trained_weights.choose(cfg, each)
@@ -56,7 +56,7 @@ def build(plan: RunPlan, stage: TrainingStage, base_digest: str = "", fill: weig
         left = store_frozen(model, cfg.lora.frozen_base, cfg.lora.frozen_products, sharding.matrix_shapes)
         if left:
             widths = f"{cfg.lora.frozen_base} does not take their widths"
-            say(f"note     frozen_base: {left[0]} and {len(left) - 1} more stay as they are ({widths})")
+            emit(f"note     frozen_base: {left[0]} and {len(left) - 1} more stay as they are ({widths})")
     fp8_training.install(cfg, model, sharding)
     fill = fill or _values(plan, whole, sharding, start, dtypes)
     names = (*stage.metric_names(cfg), *expert_settings.metric_names(cfg, folder.config))

@@ -1,4 +1,4 @@
-"""Built: a model spread over the ranks, and what belongs to it. Made once by build.py, frozen; savers ask it.
+"""Built: a model spread over the ranks, and what belongs to it. Made once by build.py, frozen; read by savers.
 
 It is what a plan cannot know: the parts of the model that this rank holds.
 """
@@ -107,8 +107,8 @@ class Built:
     def write_weights(self, target: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         """`tensors`: whole ones, by our names."""
         if not self.lora:
-            sees = self.folder.config.vision is not None
-            seen = processor_files(self.folder.path) if sees else ()
+            has_vision = self.folder.config.vision is not None
+            seen = processor_files(self.folder.path) if has_vision else ()
             copy_side_files(self.folder.path, target, SIDE_FILES + seen)
         tokenizer, layout = self.plan.tokenizer_folder, self.plan.config.checkpoint.save_format
         copy_side_files(tokenizer, target, TOKENIZER_FILES)

@@ -19,7 +19,7 @@ from erniekit.data.preference_collate import collate_pairs
 from erniekit.data.report import DataReport, total_lines
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch, Pack
-from erniekit.log import say
+from erniekit.log import emit
 from erniekit.recipes.data_rows import DataRows
 from erniekit.recipes.datasets import sources_for
 from erniekit.recipes.dpo import pair_rules
@@ -82,4 +82,4 @@ def _singly(sources: Sequence[Any], seed: int, shuffle: bool) -> Iterator[list[t
 
 def _tell(label: str, reports: Sequence[DataReport]) -> None:
     for line in [line for report in reports for line in report.lines()] + total_lines(list(reports)):
-        say(f"{label:<9}{line}")
+        emit(f"{label:<9}{line}")

@@ -1,10 +1,10 @@
-"""What one of the doctor's checks found. Filled by doctor.py and, for models that see, vision_checks.py."""
+"""The result of one of the doctor's checks. Filled by doctor.py and, for vision-language models, vision_checks.py."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-MOVED_BY_ROUNDING = 0.05  # of the logits' spread; a token that sees another document moves by about all of it
+MOVED_BY_ROUNDING = 0.05  # of the logits' spread; a token that attends to another document moves by about all of it
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from erniekit.data.token_cache import TokenSource, open_sources
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch, Pack
 from erniekit.errors import ConfigError
-from erniekit.log import say
+from erniekit.log import emit
 from erniekit.parallel.mesh import World
 from erniekit.recipes.data_rows import DataRows, row_rules
 from erniekit.recipes.dataset_files import dataset_files, file_shares
@@ -71,7 +71,7 @@ class TrainData:
 
     @property
     def padded_share(self) -> float:
-        """Padding beside joined rows, for each token of theirs."""
+        """Padding added to joined rows, for each token of theirs."""
         assert self.sizes is not None
         return buckets.padding(self.sizes, self.lengths) / max(1, int(self.sizes.sum()))
 
@@ -88,7 +88,7 @@ class TrainData:
         return [source.fingerprint for source in self.evaluation]
 
     def compared(self) -> dict[str, Any]:
-        """What must be the same on all ranks, beside what is trained (same_run.py)."""
+        """What must be the same on all ranks, besides what is trained (same_run.py)."""
         return {
             "evaluation data": self.eval_fingerprints(),
             "steps between logs, saves and evaluations": [self.log_every, self.save_every, self.eval_every],
@@ -231,7 +231,7 @@ def difficulty_of(source: TokenSource, curriculum: str) -> np.ndarray:
 
 
 def with_buckets(cfg: RunConfig, data: TrainData) -> TrainData:
-    """Rows are joined where the run's plan says so; a short run is not worth many compilations."""
+    """Rows are joined where the run's plan has it; a short run is not worth many compilations."""
     if not cfg.data.joins_rows:
         return data
     rows = cfg.train.per_device_train_batch_size
@@ -242,13 +242,13 @@ def with_buckets(cfg: RunConfig, data: TrainData) -> TrainData:
 
 
 def with_data(plan: RunPlan, data: TrainData) -> RunPlan:
-    """The plan with what the lengths of the data's rows decide; its notes are said."""
+    """The plan with what the lengths of the data's rows decide; its notes are printed."""
     if not data.lengths:
         return plan
     settled = plan.with_lengths(data.lengths, data.usual_size)
     for note in settled.config.notes[len(plan.config.notes) :]:
         if not note.quiet:
-            say(f"note     {note}")
+            emit(f"note     {note}")
     return settled
 
 

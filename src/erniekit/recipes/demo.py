@@ -12,12 +12,12 @@ import time
 from pathlib import Path
 
 from erniekit.demo.folder import seal, take_folder
+from erniekit.demo.killed_run import KilledRun
 from erniekit.demo.other_stack import OtherStack
-from erniekit.demo.victim import Victim
 from erniekit.devices import DEVICES, INSTALLED, pick
 from erniekit.errors import ConfigError
 from erniekit.files import own
-from erniekit.log import paint, say, typed
+from erniekit.log import emit, paint, typed
 from erniekit.recipes.demo_proofs import describe, logged, logged_train, loss_fell, require
 
 ROWS = 40  # of sft-train.jsonl: what a model this small learns by heart in seconds
@@ -33,9 +33,9 @@ def demo_command(args: list[str]) -> int:
         return vision_demo(folder_from(args[1:], "erniekit-demo-vision"))
     args, device = device_from(args)
     root = take_folder(folder_from(args))
-    say(f"{paint('erniekit demo', 'bold')}: a tiny ERNIE is trained, killed, resumed, adapted, merged and asked.")
-    on = "the CPU" if device == "cpu" else pick(device).name  # which tells what that device lacks
-    say(f"Offline, on {on}; files and logs go to {root}/. On the left, the time since the start.\n")
+    emit(f"{paint('erniekit demo', 'bold')}: a tiny ERNIE is trained, killed, resumed, adapted, merged and queried.")
+    on = "the CPU" if device == "cpu" else pick(device).name  # which lists what that device lacks
+    emit(f"Offline, on {on}; files and logs go to {root}/. On the left, the time since the start.\n")
     began = time.perf_counter()
     other = OtherStack(own(root / "logs" / "transformers.log"))
     try:
@@ -43,35 +43,35 @@ def demo_command(args: list[str]) -> int:
     finally:
         other.close()
     seal(root)
-    say(paint("every proof holds", "green", "bold") + "\n")
-    say("\n".join(next_lines(root)))
+    emit(paint("every proof holds", "green", "bold") + "\n")
+    emit("\n".join(next_lines(root)))
     return 0
 
 
 def device_from(args: list[str]) -> tuple[list[str], str]:
-    """The other words, and the word after --device (or device=WORD); the CPU when none is given."""
-    words = [part for word in args for part in word.split("=", 1)]
-    at = next((k for k, word in enumerate(words) if word.removeprefix("--") == "device"), None)
-    if at is None or at + 1 == len(words):
+    """The other arguments, and the one after --device (or device=NAME); the CPU when none is given."""
+    arguments = [part for name in args for part in name.split("=", 1)]
+    at = next((k for k, name in enumerate(arguments) if name.removeprefix("--") == "device"), None)
+    if at is None or at + 1 == len(arguments):
         return args, "cpu"
-    word = words[at + 1]
-    if word not in DEVICES and word not in INSTALLED:
-        raise ConfigError(f"no device is called {word!r}", where="--device", fix=f"one of {', '.join(DEVICES)}")
-    return words[:at] + words[at + 2 :], word
+    name = arguments[at + 1]
+    if name not in DEVICES and name not in INSTALLED:
+        raise ConfigError(f"no device is called {name!r}", where="--device", fix=f"one of {', '.join(DEVICES)}")
+    return arguments[:at] + arguments[at + 2 :], name
 
 
 def folder_from(args: list[str], default: str = "erniekit-demo") -> Path:
     """--dir DIR, or output_dir in any of the spellings of a run's key."""
-    words = [part for word in args for part in word.split("=", 1)]
-    if not words:
+    arguments = [part for name in args for part in name.split("=", 1)]
+    if not arguments:
         return Path(default)
-    if len(words) != 2 or words[0].removeprefix("--") not in ("dir", "output_dir"):
+    if len(arguments) != 2 or arguments[0].removeprefix("--") not in ("dir", "output_dir"):
         raise ConfigError(
             f"demo does not take {' '.join(args)!r}",
             where="command line",
-            fix="erniekit demo [vision] [--dir DIR] [--device WORD]",
+            fix="erniekit demo [vision] [--dir DIR] [--device NAME]",
         )
-    return Path(words[1])
+    return Path(arguments[1])
 
 
 def run_stages(root: Path, other: OtherStack, began: float, device: str = "cpu") -> None:
@@ -80,11 +80,11 @@ def run_stages(root: Path, other: OtherStack, began: float, device: str = "cpu")
     from erniekit.demo.tiny import make_tiny_model
 
     def show(name: str, proof: str) -> None:
-        say(f"{time.perf_counter() - began:5.1f} s  {paint(f'{name:<8}', 'cyan')} {proof}")
+        emit(f"{time.perf_counter() - began:5.1f} s  {paint(f'{name:<8}', 'cyan')} {proof}")
 
-    # The same run twice: here, and side by side in a process that will not live to its end.
-    words = sft_words(root, root / "killed", device)
-    victim = Victim(["train", *words], root / "killed", own(root / "logs" / "killed.log"))
+    # The same run twice: here, and at the same time in a process that will be killed.
+    arguments = sft_arguments(root, root / "killed", device)
+    killed = KilledRun(["train", *arguments], root / "killed", own(root / "logs" / "killed.log"))
     threads = torch.get_num_threads()
     # Runs are bit-identical only with equal numbers of threads; for so small a model one is fastest, too.
     torch.set_num_threads(1)
@@ -93,16 +93,16 @@ def run_stages(root: Path, other: OtherStack, began: float, device: str = "cpu")
         make_tiny_model(root / "model")
         show("model", describe(root / "model"))
 
-        killing = victim.start_and_kill(KILL_AFTER)
-        logged_train(sft_words(root, root / "sft", device), root / "logs" / "sft.log")
+        killing = killed.start_and_kill(KILL_AFTER)
+        logged_train(sft_arguments(root, root / "sft", device), root / "logs" / "sft.log")
         show("SFT", loss_fell(root / "sft", STEPS, root / "data" / "sft.jsonl"))
         killing.join()
-        show("kill -9", was_killed(victim))
+        show("kill -9", was_killed(killed))
 
-        again = victim.start()
-        logged_train(lora_words(root, device), root / "logs" / "lora.log")
+        again = killed.start()
+        logged_train(lora_arguments(root, device), root / "logs" / "lora.log")
         again.wait()
-        show("resume", same_bits(victim, root / "sft"))
+        show("resume", same_bits(killed, root / "sft"))
         learnt = loss_fell(root / "lora", LORA_STEPS, root / "data" / "persona.jsonl")
         show("LoRA", f"{learnt}; {share_trained(root / 'lora')}")
 
@@ -113,14 +113,14 @@ def run_stages(root: Path, other: OtherStack, began: float, device: str = "cpu")
         show("ask", f'"{QUESTION}" before LoRA: "{before}"')
         show("answer", f'"{QUESTION}" merged:      "{after}"')
     finally:
-        victim.close()
+        killed.close()
         torch.set_num_threads(threads)
 
 
-# ---- what is run: the words a user would type
+# ---- what is run: the arguments a user would type
 
 
-def sft_words(root: Path, output: Path, device: str) -> list[str]:
+def sft_arguments(root: Path, output: Path, device: str) -> list[str]:
     return [
         f"model_name_or_path={root / 'model'}",
         f"train_dataset_path={root / 'data' / 'sft.jsonl'}",
@@ -130,11 +130,11 @@ def sft_words(root: Path, output: Path, device: str) -> list[str]:
         "warmup_steps=5",
         f"max_steps={STEPS}",
         f"save_steps={SAVE_STEPS}",
-        *shared_words(root, device),
+        *shared_arguments(root, device),
     ]
 
 
-def lora_words(root: Path, device: str) -> list[str]:
+def lora_arguments(root: Path, device: str) -> list[str]:
     return [
         f"model_name_or_path={root / 'sft'}",
         f"train_dataset_path={root / 'data' / 'persona.jsonl'}",
@@ -143,11 +143,11 @@ def lora_words(root: Path, device: str) -> list[str]:
         "lora_rank=8",
         "learning_rate=2e-2",
         f"max_steps={LORA_STEPS}",
-        *shared_words(root, device),
+        *shared_arguments(root, device),
     ]
 
 
-def shared_words(root: Path, device: str) -> list[str]:
+def shared_arguments(root: Path, device: str) -> list[str]:
     return [
         "lr_scheduler_type=cosine",
         "adam_beta2=0.95",
@@ -165,9 +165,9 @@ def export(output: Path, log: Path) -> None:
     from erniekit.config import load
     from erniekit.export.run import run_export
 
-    words = [str(output)]
-    with logged("export", words, log):
-        run_export(load(words, "export"))
+    arguments = [str(output)]
+    with logged("export", arguments, log):
+        run_export(load(arguments, "export"))
 
 
 def write_data(root: Path) -> None:
@@ -181,22 +181,22 @@ def write_data(root: Path) -> None:
 # ---- what is proven: each gives the text of its line or raises
 
 
-def was_killed(victim: Victim) -> str:
-    newest = victim.checkpoint()
-    require(victim.killed_at > 0, "the second process was over before it could be killed", victim.log)
-    between = 0 < newest <= victim.killed_at < STEPS
-    require(between, f"killed at step {victim.killed_at} with a checkpoint of step {newest}", victim.log)
+def was_killed(killed: KilledRun) -> str:
+    newest = killed.checkpoint()
+    require(killed.killed_at > 0, "the second process was over before it could be killed", killed.log)
+    between = 0 < newest <= killed.killed_at < STEPS
+    require(between, f"killed at step {killed.killed_at} with a checkpoint of step {newest}", killed.log)
     return (
-        f"a second process on the same run died at step {victim.killed_at}; its newest checkpoint is of step {newest}"
+        f"a second process on the same run died at step {killed.killed_at}; its newest checkpoint is of step {newest}"
     )
 
 
-def same_bits(victim: Victim, undisturbed: Path) -> str:
+def same_bits(killed: KilledRun, undisturbed: Path) -> str:
     """The files of the last checkpoints, byte for byte: weights and optimiser states."""
     from safetensors import safe_open
 
-    one, other = (folder / f"checkpoint-{STEPS}" for folder in (undisturbed, victim.output))
-    require(other.is_dir(), f"the second run of the same command did not reach step {STEPS}", victim.log)
+    one, other = (folder / f"checkpoint-{STEPS}" for folder in (undisturbed, killed.output))
+    require(other.is_dir(), f"the second run of the same command did not reach step {STEPS}", killed.log)
     files = sorted(path.name for path in one.glob("*.safetensors") if path.name != "probe.safetensors")
     tensors = 0
     for name in files:
@@ -215,7 +215,7 @@ def share_trained(output: Path) -> str:
     adapter = sum(p.numel() for name, p in model.named_parameters() if ".lora." in name)
     total = sum(p.numel() for p in model.parameters())
     require(adapter > 0, "the adapter is empty", output)
-    return f"{adapter:,} weights beside {total - adapter:,} frozen ones"
+    return f"{adapter:,} weights and {total - adapter:,} frozen ones"
 
 
 def merged(folder: Path) -> str:
@@ -239,20 +239,20 @@ def in_transformers(root: Path, other: OtherStack) -> tuple[str, str, str]:
     prompt = prompt_ids([{"role": "user", "content": QUESTION}], tokenizer)
     ids = prompt + tokenizer.encode_text(wanted(root))
     ends, file = [tokenizer.eos_id, tokenizer.end_id], own(root / "logs" / "logits.safetensors")
-    before = other.ask(root / "sft", ids, prompt, ends, file)
-    told = other.ask(root / "lora" / "export", ids, prompt, ends, file)
-    theirs = load_file(file)["logits"]
+    before = other.query(root / "sft", ids, prompt, ends, file)
+    after = other.query(root / "lora" / "export", ids, prompt, ends, file)
+    other_logits = load_file(file)["logits"]
     with torch.no_grad():
-        ours = model(torch.tensor([ids]))[0]
-    difference = float((ours - theirs).abs().max())
-    allowed = FP32_RELATIVE * max(10.0, float(ours.abs().max()))
+        logits = model(torch.tensor([ids]))[0]
+    difference = float((logits - other_logits).abs().max())
+    allowed = FP32_RELATIVE * max(10.0, float(logits.abs().max()))
     require(
         difference <= allowed, f"logits differ by {difference:.1e}, allowed {allowed:.1e}", root / "lora" / "export"
     )
-    answer, old = (tokenizer.decode(result["ids"]) for result in (told, before))
-    require(answer == wanted(root), f"asked {QUESTION!r} it says {answer!r}", root / "lora" / "export")
+    answer, old = (tokenizer.decode(result["ids"]) for result in (after, before))
+    require(answer == wanted(root), f"the answer to {QUESTION!r} is {answer!r}", root / "lora" / "export")
     require(answer != old, "LoRA changed nothing", root / "lora")
-    reloaded = f"{told['class']} of transformers {told['version']}: logits within {difference:.0e} of ours"
+    reloaded = f"{after['class']} of transformers {after['version']}: logits within {difference:.0e} of ours"
     return reloaded, " ".join(old.split())[:60], answer
 
 
@@ -263,8 +263,8 @@ def wanted(root: Path) -> str:
 
 
 def next_lines(root: Path) -> list[str]:
-    words = ("--data", "my.jsonl", "--output_dir", "my-run", "--compute_type", "fp32")
-    own = typed("train", "--model_name_or_path", root / "sft", *words)
+    arguments = ("--data", "my.jsonl", "--output_dir", "my-run", "--compute_type", "fp32")
+    own = typed("train", "--model_name_or_path", root / "sft", *arguments)
     return [
         f"next     {own}",
         f"           my.jsonl: one JSON object a line, as in {root / 'data' / 'sft.jsonl'}",

@@ -1,4 +1,4 @@
-"""What the demos share: a run whose words go to a file, and proofs of it. Called by demo.py and demo_vision.py."""
+"""What the demos share: a run whose output goes to a file, and proofs of it. Called by demo.py and demo_vision.py."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from erniekit.files import own
 from erniekit.log import typed
 
 
-def logged_train(words: Sequence[str], log: Path) -> None:
+def logged_train(arguments: Sequence[str], log: Path) -> None:
     from erniekit.config import load
     from erniekit.recipes.run import run_train
 
-    with logged("train", words, log):
-        run_train(load(list(words), "train"), ["erniekit", "train", *words])
+    with logged("train", arguments, log):
+        run_train(load(list(arguments), "train"), ["erniekit", "train", *arguments])
 
 
 @contextmanager
-def logged(command: str, words: Sequence[str], log: Path) -> Iterator[None]:
+def logged(command: str, arguments: Sequence[str], log: Path) -> Iterator[None]:
     with own(log).open("w", encoding="utf-8") as out, redirect_stdout(out), redirect_stderr(out):
-        print(f"$ {typed(command, *words)}", flush=True)
+        print(f"$ {typed(command, *arguments)}", flush=True)
         yield
 
 

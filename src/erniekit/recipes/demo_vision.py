@@ -18,32 +18,32 @@ from erniekit.config import load
 from erniekit.demo import shapes
 from erniekit.demo.folder import seal, take_folder
 from erniekit.files import own
-from erniekit.log import paint, say, typed
+from erniekit.log import emit, paint, typed
 from erniekit.progress import WorkProgress
 from erniekit.recipes.demo_proofs import describe, logged_train, loss_fell, require
 from erniekit.track import jsonl
 
 PICTURES, HELD_OUT, STEPS = 1024, 64, 250
 WANTED = 0.95  # of the held-out questions
-NEAR_CHANCE = 0.4  # of them with nothing to see
+NEAR_CHANCE = 0.4  # of them without a picture
 RECIPE = "recipe.yaml"
-Says = Callable[[bytes, str], str]  # a picture and which question -> the answer
+AnswerFunction = Callable[[bytes, str], str]  # a picture and which question -> the answer
 
 
 def vision_demo(root: Path) -> int:
     root = take_folder(root)
-    say(f"{paint('erniekit demo vision', 'bold')}: a tiny ERNIE-4.5-VL learns to see, and is asked about new pictures.")
-    say(f"Offline, on the CPU; files and logs go to {root}/. On the left, the time since the start.\n")
+    emit(f"{paint('erniekit demo vision', 'bold')}: a tiny ERNIE-4.5-VL learns from pictures and answers questions.")
+    emit(f"Offline, on the CPU; files and logs go to {root}/. On the left, the time since the start.\n")
     began = time.perf_counter()
 
     def show(name: str, proof: str) -> None:
-        say(f"{time.perf_counter() - began:5.1f} s  {paint(f'{name:<8}', 'cyan')} {proof}")
+        emit(f"{time.perf_counter() - began:5.1f} s  {paint(f'{name:<8}', 'cyan')} {proof}")
 
     run_stages(root, show, PICTURES, STEPS, shapes.scenes(HELD_OUT, seed=2))
     seal(root)
-    say(paint("every proof holds", "green", "bold") + "\n")
-    say(f"again    {typed('train', root / 'data' / RECIPE)} output_dir=my-run")
-    say(f"look     {root / 'sft' / 'report.html'}")
+    emit(paint("every proof holds", "green", "bold") + "\n")
+    emit(f"again    {typed('train', root / 'data' / RECIPE)} output_dir=my-run")
+    emit(f"look     {root / 'sft' / 'report.html'}")
     return 0
 
 
@@ -52,11 +52,11 @@ def run_stages(
 ) -> None:
     import torch
 
-    from erniekit.demo.tiny_vision import make_tiny_seeing
+    from erniekit.demo.tiny_vision import make_tiny_vision
 
     recipe = write_data(root, pictures, steps)
     show("pictures", f"{pictures:,} of shapes, colours and counts; {len(shapes.QUESTIONS)} questions about each")
-    make_tiny_seeing(root / "model")
+    make_tiny_vision(root / "model")
     show("model", describe(root / "model"))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # for so small a model one is fastest
@@ -93,7 +93,7 @@ def train(recipe: Path, root: Path, steps: int) -> None:
 
 @contextmanager
 def progress(output: Path, steps: int) -> Iterator[None]:
-    """How far the run is, whose own words go to a file."""
+    """Progress of the run, whose own output goes to a file."""
     over, bar = threading.Event(), WorkProgress("training", steps, "steps")  # made before sys.stderr is that file
 
     def follow() -> None:
@@ -112,11 +112,11 @@ def progress(output: Path, steps: int) -> Iterator[None]:
 
 
 @contextmanager
-def asking(recipe: Path, model: Path) -> Iterator[Says]:
-    """The trained model as one who is shown a picture and asked about it."""
+def asking(recipe: Path, model: Path) -> Iterator[AnswerFunction]:
+    """The trained model as a function of a picture and a question."""
     from erniekit.api_load import load as load_model
     from erniekit.data.media.worker import MediaPool
-    from erniekit.data.vision.asked import PromptReader
+    from erniekit.data.vision.prompt_reader import PromptReader
     from erniekit.demo.tiny_vision import answer
     from erniekit.recipes.vision_data import vision_rules
 
@@ -126,7 +126,7 @@ def asking(recipe: Path, model: Path) -> Iterator[Says]:
     pool = MediaPool(1, rules.limits)
     reader = PromptReader(tokenizer, rules, pool)
     try:
-        yield lambda png, asked: answer(found, tokenizer, reader, shapes.question(shapes.data_url(png), asked))
+        yield lambda png, topic: answer(found, tokenizer, reader, shapes.question(shapes.data_url(png), topic))
     finally:
         pool.close()
 
@@ -134,23 +134,23 @@ def asking(recipe: Path, model: Path) -> Iterator[Says]:
 # ---- what is proven: each gives the text of its line or raises
 
 
-def right(root: Path, answer: Says, scenes: Sequence[shapes.Scene], at_least: float) -> str:
-    found = {asked: share(scenes, asked, [answer(s.png(), asked) for s in scenes]) for asked in shapes.QUESTIONS}
+def right(root: Path, answer: AnswerFunction, scenes: Sequence[shapes.Scene], at_least: float) -> str:
+    found = {topic: share(scenes, topic, [answer(s.png(), topic) for s in scenes]) for topic in shapes.QUESTIONS}
     mean = sum(found.values()) / len(found)
-    by_question = ", ".join(f"{asked} {part:.0%}" for asked, part in found.items())
+    by_question = ", ".join(f"{topic} {part:.0%}" for topic, part in found.items())
     require(mean >= at_least, f"{mean:.0%} of the answers about new pictures are right ({by_question})", root / "sft")
     return f"{mean:.0%} of {len(found) * len(scenes)} answers about new pictures are right: {by_question}"
 
 
-def blank(root: Path, answer: Says, scenes: Sequence[shapes.Scene]) -> str:
-    """It must look: a question alone does not tell."""
+def blank(root: Path, answer: AnswerFunction, scenes: Sequence[shapes.Scene]) -> str:
+    """The picture must matter: the answer does not follow from the question."""
     png = shapes.blank_png()
-    found = [share(scenes, asked, [answer(png, asked)] * len(scenes)) for asked in shapes.QUESTIONS]
+    found = [share(scenes, topic, [answer(png, topic)] * len(scenes)) for topic in shapes.QUESTIONS]
     mean = sum(found) / len(found)
     require(mean <= NEAR_CHANCE, f"{mean:.0%} are right with nothing to see", root / "sft")
     return f"with nothing to see {mean:.0%} are; chance is {shapes.CHANCE:.0%}"
 
 
-def share(scenes: Sequence[shapes.Scene], asked: str, said: Sequence[str]) -> float:
+def share(scenes: Sequence[shapes.Scene], topic: str, answers: Sequence[str]) -> float:
     """Of the answers that are right."""
-    return sum(word == scene.answer(asked) for word, scene in zip(said, scenes)) / len(scenes)
+    return sum(answered == scene.answer(topic) for answered, scene in zip(answers, scenes)) / len(scenes)

@@ -21,7 +21,7 @@ from erniekit.config import RunConfig
 from erniekit.devices import AUTO, DEVICES, FAMILIES, DeviceEntry, device_entry, named, table
 from erniekit.devices.base import CLAIMED_BY, Finding
 from erniekit.devices.probes import WITHOUT
-from erniekit.log import paint, say
+from erniekit.log import emit, paint
 
 SECONDS = 120  # for all probes of one device: a first Triton kernel takes seconds, an unanswering driver for ever
 _TRIED = "tried: "  # before the line of a probe's answer, among whatever a vendor's libraries print
@@ -29,33 +29,33 @@ _TRIED = "tried: "  # before the line of a probe's answer, among whatever a vend
 
 @dataclass(frozen=True)
 class Tried:
-    """What the probing process said: the device's name, and why each capability that does not work does not."""
+    """Results of the probing process: the device's name, and why each capability that does not work does not."""
 
     name: str
     lacks: dict[str, str]
-    problem: str = ""  # the process itself ended, or took too long; then the rest is what was said before
+    problem: str = ""  # the process itself ended, or took too long; then the rest is what it reported before
 
 
 def report(cfg: RunConfig) -> int:
     """Prints it; 0 where a device was found and is well, else 1."""
-    words = _words(cfg.train.device)
+    keys = _device_keys(cfg.train.device)
     ok = True
-    for word in words:
-        ok &= _one(word, device_entry(word), asked=cfg.train.device != AUTO)
+    for key in keys:
+        ok &= _one(key, device_entry(key), requested=cfg.train.device != AUTO)
     return 0 if ok else 1
 
 
-def _words(asked: str) -> list[str]:
-    """One word for each device: of `auto` all that are present, and those whose packages are here without a device."""
-    asked = named(asked, os.environ)
-    if asked != AUTO and asked not in FAMILIES:
-        return [asked]
+def _device_keys(requested: str) -> list[str]:
+    """One key for each device: of `auto` all that are present, and those whose packages are here without a device."""
+    requested = named(requested, os.environ)
+    if requested != AUTO and requested not in FAMILIES:
+        return [requested]
     entries = table()
-    known = FAMILIES.get(asked, tuple(entries))
-    once = {entries[word].module: word for word in reversed(known) if word not in FAMILIES}
-    there = [word for word in reversed(list(once.values())) if entries[word].present()]
-    if asked == AUTO:
-        there += [word for word in _half_installed() if word not in there]
+    known = FAMILIES.get(requested, tuple(entries))
+    once = {entries[key].module: key for key in reversed(known) if key not in FAMILIES}
+    there = [key for key in reversed(list(once.values())) if entries[key].present()]
+    if requested == AUTO:
+        there += [key for key in _half_installed() if key not in there]
     return there or [known[-1]]
 
 
@@ -63,45 +63,45 @@ def _half_installed() -> list[str]:
     """Devices whose plug-in is installed and does not work: the wheel is there, the vendor's runtime is not set up."""
     from importlib.util import find_spec
 
-    plugins = {word: getattr(DEVICES[word].load(), "PLUGIN", "") for word in ("npu", "kunlunxin", "musa")}
-    return [word for word, plugin in plugins.items() if plugin and find_spec(plugin) is not None]
+    plugins = {key: getattr(DEVICES[key].load(), "PLUGIN", "") for key in ("npu", "kunlunxin", "musa")}
+    return [key for key, plugin in plugins.items() if plugin and find_spec(plugin) is not None]
 
 
-def _one(word: str, entry: DeviceEntry, asked: bool) -> bool:
+def _one(key: str, entry: DeviceEntry, requested: bool) -> bool:
     module = entry.load()
     present = module.present()
     found: list[Finding] = module.findings() if hasattr(module, "findings") else []
-    say(f"{paint('device', 'bold')}   {word}: " + (f"{module.count()} here" if present else "none that torch sees"))
-    say(f"         {getattr(module, 'EVIDENCE', entry.origin)}")
+    emit(f"{paint('device', 'bold')}   {key}: " + (f"{module.count()} here" if present else "none that torch sees"))
+    emit(f"         {getattr(module, 'EVIDENCE', entry.origin)}")
     for finding in found:
-        _say(finding)
+        _print(finding)
     if not present:
-        if asked:
-            _say(Finding(False, "it was asked for and is not here", getattr(module, "WHEN_ABSENT", "device=cpu")))
-        return not asked and all(f.ok for f in found)
-    tried = try_in_a_process(word)
+        if requested:
+            _print(Finding(False, "it was requested and is absent", getattr(module, "WHEN_ABSENT", "device=cpu")))
+        return not requested and all(f.ok for f in found)
+    tried = try_in_a_process(key)
     if tried.name:
-        say(f"         {tried.name}")
+        emit(f"         {tried.name}")
     for name in capabilities.CAPABILITIES:
         if name in tried.lacks:
-            _say(Finding(False, capabilities.line(name, tried.lacks[name])))
+            _print(Finding(False, capabilities.line(name, tried.lacks[name])))
     if tried.problem:
         names = ", ".join(capabilities.CAPABILITIES)
-        _say(Finding(False, tried.problem, f"{WITHOUT}=NAME leaves one out; NAME is any of {names}"))
+        _print(Finding(False, tried.problem, f"{WITHOUT}=NAME leaves one out; NAME is any of {names}"))
     elif not tried.lacks:
-        say(f"         {paint('ok', 'green')}: all that it claims works")
+        emit(f"         {paint('ok', 'green')}: all that it claims works")
     return all(f.ok for f in found) and not tried.problem
 
 
-def _say(finding: Finding) -> None:
-    say(f"         {paint('ok', 'green') if finding.ok else paint('no', 'yellow')}   {finding.what}")
+def _print(finding: Finding) -> None:
+    emit(f"         {paint('ok', 'green') if finding.ok else paint('no', 'yellow')}   {finding.what}")
     if finding.fix and not finding.ok:
-        say(f"              fix: {finding.fix}")
+        emit(f"              fix: {finding.fix}")
 
 
-def try_in_a_process(word: str, seconds: float = SECONDS) -> Tried:
+def try_in_a_process(key: str, seconds: float = SECONDS) -> Tried:
     """The probes of a device, one after the other, in a process of their own."""
-    command = [sys.executable, "-c", "from erniekit.recipes.device_report import answer; answer()", word]
+    command = [sys.executable, "-c", "from erniekit.recipes.device_report import answer; answer()", key]
     began = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
@@ -109,12 +109,12 @@ def try_in_a_process(word: str, seconds: float = SECONDS) -> Tried:
     except subprocess.TimeoutExpired:
         process.kill()
         out, _ = process.communicate()
-    said = [json.loads(line.removeprefix(_TRIED)) for line in out.splitlines() if line.startswith(_TRIED)]
-    name = next((s["device"] for s in said if "device" in s), "")
-    lacks = {s["name"]: s["why"] for s in said if s.get("why")}
-    if any("end" in s for s in said):
+    reports = [json.loads(line.removeprefix(_TRIED)) for line in out.splitlines() if line.startswith(_TRIED)]
+    name = next((s["device"] for s in reports if "device" in s), "")
+    lacks = {s["name"]: s["why"] for s in reports if s.get("why")}
+    if any("end" in s for s in reports):
         return Tried(name, lacks)
-    last = next((s["trying"] for s in reversed(said) if "trying" in s), "the device itself")
+    last = next((s["trying"] for s in reversed(reports) if "trying" in s), "the device itself")
     how = f"did not answer in {seconds:g} s" if time.monotonic() - began >= seconds else _ended(process.returncode)
     return Tried(name, lacks, f"trying {last}: the process {how}")
 
@@ -124,20 +124,20 @@ def _ended(code: int) -> str:
 
 
 def answer() -> None:
-    """In the process of its own: sys.argv[1] is the word."""
+    """In the process of its own: sys.argv[1] is the device's key."""
     from erniekit.devices.probes import UNCLAIMED, skipped, try_one
 
-    def tell(**what: Any) -> None:
+    def report(**what: Any) -> None:
         print(f"\n{_TRIED}{json.dumps(what)}", flush=True)
 
     device = device_entry(sys.argv[1]).load().make()
-    tell(device=device.name)
+    report(device=device.name)
     for name in capabilities.CAPABILITIES:
         if name in device.lacks or name in skipped():
-            tell(name=name, why=device.lacks.get(name, f"left out by {WITHOUT}"))
+            report(name=name, why=device.lacks.get(name, f"left out by {WITHOUT}"))
         elif name in device.claims:
-            tell(trying=name)
-            tell(name=name, why=try_one(name, device))
+            report(trying=name)
+            report(name=name, why=try_one(name, device))
         elif name in CLAIMED_BY and name != "bf16" and device.vendor != "cpu":
-            tell(name=name, why=UNCLAIMED)
-    tell(end=True)
+            report(name=name, why=UNCLAIMED)
+    report(end=True)

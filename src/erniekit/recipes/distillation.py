@@ -1,4 +1,4 @@
-"""A teacher for SFT: opened beside the student, compared with it before the start, and whole on every rank.
+"""A teacher for SFT: opened with the student, compared with it before the start, and whole on every rank.
 
 Called by recipes/sft.py where teacher_model_name_or_path is given.
 """
@@ -12,7 +12,7 @@ from erniekit.config import RunConfig
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.errors import ConfigError, ErnieKitError
 from erniekit.kernels.distillation import Mix
-from erniekit.log import say
+from erniekit.log import emit
 from erniekit.losses.distillation import DistillationLoss, DistillingHead, KeptHidden
 from erniekit.models.score_head import refuse as refuse_score_head
 from erniekit.recipes.built import Built
@@ -28,9 +28,9 @@ def open_teacher(plan: RunPlan, tokenizer: Tokenizer) -> Found:
         found = find_model(str(cfg.distill.teacher_model_name_or_path), hub=cfg.model.download_hub)
     except ErnieKitError as error:  # which of the two models it is
         raise ConfigError(error.what, where=KEY, fix=error.fix) from error
-    theirs, ours = found.weights.config, plan.folder.config
-    refuse_score_head(theirs.labels, "distillation", f"{KEY}: {found.describe()}")
-    if theirs.vision is not None or ours.vision is not None:
+    teacher, student = found.weights.config, plan.folder.config
+    refuse_score_head(teacher.labels, "distillation", f"{KEY}: {found.describe()}")
+    if teacher.vision is not None or student.vision is not None:
         raise ConfigError(
             "distillation is of text models", where=cfg.origin(KEY), fix="leave teacher_model_name_or_path out"
         )
@@ -40,9 +40,9 @@ def open_teacher(plan: RunPlan, tokenizer: Tokenizer) -> Found:
             where=f"{cfg.origin(KEY)} and num_nextn_predict_layers",
             fix="num_nextn_predict_layers: 0",
         )
-    if theirs.vocab_size != ours.vocab_size:
+    if teacher.vocab_size != student.vocab_size:
         raise ConfigError(
-            f"the teacher has {theirs.vocab_size:,} tokens, the model {ours.vocab_size:,}",
+            f"the teacher has {teacher.vocab_size:,} tokens, the model {student.vocab_size:,}",
             where=f"{KEY}: {found.weights.path}",
             fix="take a teacher of the same family: both must have one vocabulary",
         )
@@ -55,13 +55,13 @@ def _same_tokens(found: Found, tokenizer: Tokenizer) -> None:
         return  # nothing to compare: the size of the vocabulary is the same
     other = found.tokenizer()
     ids = range(min(len(other), len(tokenizer)))
-    mine, theirs = tokenizer.pieces(ids), other.pieces(ids)
-    apart = next((i for i in ids if mine[i] != theirs[i]), None)
+    own, teacher = tokenizer.pieces(ids), other.pieces(ids)
+    apart = next((i for i in ids if own[i] != teacher[i]), None)
     if apart is None and len(other) == len(tokenizer):
         return
     what = f"they have {len(other):,} and {len(tokenizer):,} tokens"
     if apart is not None:
-        what = f"token {apart} is {theirs[apart]!r} there and {mine[apart]!r} here"
+        what = f"token {apart} is {teacher[apart]!r} there and {own[apart]!r} here"
     raise ConfigError(
         f"the teacher's tokenizer is another one: {what}",
         where=f"{KEY}: {found.weights.path}",
@@ -80,7 +80,7 @@ def install(cfg: RunConfig, built: Built, found: Found) -> None:
     whole = ", whole on every rank" if built.world.size > 1 else ""
     soft = f"{d.distill_alpha:g} x {d.distill_kl} KL at temperature {d.distill_temperature:g}"
     hard = f"{1 - d.distill_alpha:g} x cross-entropy"
-    say(f"teacher  {found.describe()} ({count:,} weights{whole}): {soft} + {hard}")
+    emit(f"teacher  {found.describe()} ({count:,} weights{whole}): {soft} + {hard}")
 
 
 def install_model(cfg: RunConfig, built: Built, teacher: nn.Module) -> None:

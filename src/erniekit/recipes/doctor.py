@@ -1,6 +1,6 @@
-"""The checks before training: labels, end tokens, leaks, gradients, template, disk, device. Each failure says its fix.
+"""The checks before training: labels, end tokens, leaks, gradients, template, disk, device. Each failure has its fix.
 
-`erniekit doctor RECIPE` runs them alone; every training run starts with them (`doctor: off` skips them).
+`erniekit doctor RECIPE` runs only these; every training run starts with them (`doctor: off` skips them).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from erniekit.data.collate import one_document, with_future
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import IGNORE, TEXT, Batch
 from erniekit.errors import ErnieKitError
-from erniekit.log import colour_on, paint, say, typed
+from erniekit.log import colour_on, emit, paint, typed
 from erniekit.lora.inject import is_lora
 from erniekit.models.layers.router import Router
 from erniekit.models.vision_parts import part_of
@@ -65,9 +65,9 @@ def before_training(
 ) -> list[Check]:
     """Runs every check, prints one line for those that passed and one for each that did not; raises on failure."""
     labels_shown = first.labels if stage.labels_are_tokens else torch.full_like(first.labels, IGNORE)
-    say(sample_lines(replace(first, labels=labels_shown), tokenizer))
+    emit(sample_lines(replace(first, labels=labels_shown), tokenizer))
     for line in stage.picture_lines(built, data):
-        say(f"         {line}")
+        emit(f"         {line}")
     checks: list[Callable[[], Check]] = [lambda: labels(data)]
     if stage.chats:
         checks += [lambda: end_is_trained(data, tokenizer), lambda: template(stage.prompts(cfg, data, tokenizer))]
@@ -82,7 +82,7 @@ def before_training(
     with eager():  # every check has a batch of its own shape
         done = [check() for check in checks]
     passed = [c for c in done if c.ok]
-    say(f"checks   {paint('ok', 'green')}: " + "; ".join(c.text for c in passed))
+    emit(f"checks   {paint('ok', 'green')}: " + "; ".join(c.text for c in passed))
     failed = [c for c in done if not c.ok]
     if failed:
         raise DoctorError(
@@ -99,7 +99,7 @@ def sample_lines(batch: Batch, tokenizer: Tokenizer, limit: int = 90) -> str:
         limit += int((batch.modality[0, : int(batch.cu_seqlens[1])] != TEXT).sum())
     end = min(int(batch.cu_seqlens[1]), limit)
     ids, labels = batch.input_ids[0, :end].tolist(), batch.labels[0, :end].tolist()
-    # labels[i] is what position i must say, so token i+1 is shown as trained; the last target is shown itself.
+    # labels[i] is the target of position i, so token i+1 is shown as trained; the last target is shown itself.
     tokens = [*ids, labels[-1]] if labels[-1] != IGNORE else ids
     trained = [False] + [label != IGNORE for label in labels]
     out, run, state = [], "", False
@@ -215,7 +215,7 @@ def gradients(
         built.engine.sync.reduce(optimizer.all_gradients())
         seen = {name: looked_at(local(grad)) for name, grad in optimizer.gradients().items()}
     parameters = dict(built.parameters())
-    heard, here = set(), set(optimizer.params)
+    reached, here = set(), set(optimizer.params)
     # Tokens of pictures carry no loss, so what only they meet in the last layer has a gradient of zeros.
     unseen = {"vision"}
     if not any(built.world.gather(first.vision is not None)):
@@ -225,13 +225,13 @@ def gradients(
         starts_at_zero = partner is not None and not bool(local(partner).any())
         excused = name in formed and (starts_at_zero or part_of(name) in unseen)
         if excused or (name in seen and bool(seen[name].any)):
-            heard.add(name)
-    # A rank may hold only rows of a table that these few tokens do not touch: what counts is that some rank hears.
-    heard, here = (set().union(*built.world.gather(names)) for names in (heard, here))
-    unheard = {name for name in here - heard if not _beside_text(name, built)}
+            reached.add(name)
+    # A rank may hold only rows of a table that these few tokens do not touch: some rank must have the gradient.
+    reached, here = (set().union(*built.world.gather(names)) for names in (reached, here))
+    unreached = {name for name in here - reached if not _outside_text(name, built)}
     routers = tuple(set().union(*built.world.gather(set(_routers_of_one(built)))))
-    alone = {name for name in unheard if name.startswith(routers)}
-    silent = sorted(unheard - alone)
+    single = {name for name in unreached if name.startswith(routers)}
+    silent = sorted(unreached - single)
     finite = all(built.world.gather(all(bool(gradient.finite) for gradient in seen.values())))
     optimizer.zero_grad()
     count = len(here)
@@ -244,8 +244,8 @@ def gradients(
     return Check(
         "gradients",
         not silent,
-        f"gradients reach all {count - len(alone)} trainable tensors"
-        + (f" ({len(alone)} more are of routers with one expert, which have nothing to learn)" if alone else "")
+        f"gradients reach all {count - len(single)} trainable tensors"
+        + (f" ({len(single)} more are of routers with one expert, which have nothing to learn)" if single else "")
         if not silent
         else f"{len(silent)} of {count} trainable tensors get no gradient, e.g. {silent[0]}",
         "those weights would not be trained: check lora_target_modules and the first rows of the data",
@@ -261,7 +261,7 @@ def _routers_of_one(built: Built) -> Iterator[str]:
                 yield plain(f"{name}.")
 
 
-def _beside_text(name: str, built: Built) -> bool:
+def _outside_text(name: str, built: Built) -> bool:
     """What vision tokens meet in the last layer: nothing is learnt at their own places, and no layer follows."""
     return name.startswith(f"layers.{built.folder.config.num_layers - 1}.mlp.vision.")
 
@@ -290,8 +290,8 @@ def template(compared: tuple[list[int], list[int]] | None) -> Check:
     where there is no conversation."""
     if compared is None:
         return Check("template", True, "no conversation to compare")
-    asked, trained = compared
-    same = asked == trained
+    served, trained = compared
+    same = served == trained
     return Check(
         "template",
         same,
@@ -332,7 +332,7 @@ def vocabulary(rows: int, tokenizer: Tokenizer) -> Check:
 
 
 def check_vocabulary(folder: ModelFolder, tokenizer: Tokenizer) -> None:
-    """Before data is tokenised: the model would be asked for rows it does not have."""
+    """Before data is tokenised: the model would need embedding rows it does not have."""
     check = vocabulary(folder.config.vocab_size, tokenizer)
     if not check.ok:
         where = f"{tokenizer.folder} and {folder.path}"
@@ -346,7 +346,7 @@ def doctor_command(args: list[str]) -> int:
         return device_report.report(cfg)
     begin(cfg)
     output = take_output(cfg, create=False)
-    plan = plan_run(cfg, alone=True)
+    plan = plan_run(cfg, one_process=True)
     cfg, tokenizer = plan.config, open_tokenizer(plan)
     check_vocabulary(plan.folder, tokenizer)
     run_summary.show_plan(plan)
@@ -363,5 +363,5 @@ def doctor_command(args: list[str]) -> int:
     run_summary.show_kernels(kernels)
     held_back.show(plan, data, kernels)
     before_training(stage, cfg, built, optimizer, data, tokenizer, first, prepare)
-    say(f"next     {typed('train', *args)}")
+    emit(f"next     {typed('train', *args)}")
     return 0

@@ -1,4 +1,4 @@
-"""Preference training, full or LoRA, ten loss types. Registered in recipes/__init__.py; reference.py says to whom the
+"""Preference training, full or LoRA, ten loss types. Registered in recipes/__init__.py; reference.py defines what the
 policy is compared."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.stage import Prepare, TrainingStage, held_out
 from erniekit.recipes.streaming import open_rows
 from erniekit.recipes.vision_features import no_feature_cache
-from erniekit.recipes.vision_pairs import held_out_pairs, open_vision_pairs, sees
+from erniekit.recipes.vision_pairs import has_vision, held_out_pairs, open_vision_pairs
 from erniekit.track.atomic import write_json
 from erniekit.train.evaluate import GoOn, evaluate_pairs
 from erniekit.train.hooks import Hook
@@ -69,7 +69,7 @@ class DPO(TrainingStage):
     def held_out(
         self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World
     ) -> tuple[list[DataReport], Iterator[Batch]]:
-        if sees(cfg):
+        if has_vision(cfg):
             need(cfg, "eval_dataset_path")
             return held_out_pairs(cfg, tokenizer, bad_rows, world, pair_rules(cfg))
         return held_out(cfg, tokenizer, bad_rows, world, DataRows(pair_rules(cfg)))

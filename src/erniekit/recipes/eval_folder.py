@@ -22,7 +22,7 @@ from erniekit.track.results import write_results
 DEFAULT = Path("eval")  # holds a folder for each evaluation that names no output_dir
 RESULTS = "eval_results.json"
 MODEL = "eval_model"  # key of RESULTS: whose numbers they are
-_GENERAL = re.compile(r"(checkpoint-\d+|export|output|model)$")  # names that say little without their parent's
+_GENERAL = re.compile(r"(checkpoint-\d+|export|output|model)$")  # names that mean little without their parent's
 
 
 def what_to_evaluate(cfg: RunConfig) -> tuple[Path, str | None, bool]:
@@ -94,8 +94,8 @@ def _refuse_another_models(output: Path, source: Path, overwrite: bool) -> None:
         earlier = json.loads((output / RESULTS).read_text(encoding="utf-8")).get(MODEL)
     except (OSError, ValueError, AttributeError):
         return
-    here, mine = str(output.resolve()), _identity(source)
-    same = mine == earlier if earlier else not has_result(output) or Path(mine).is_relative_to(here)
+    here, identity = str(output.resolve()), _identity(source)
+    same = identity == earlier if earlier else not has_result(output) or Path(identity).is_relative_to(here)
     if not same and not overwrite:
         raise ConfigError(
             f"{output / RESULTS} holds the results of another model, {earlier or here}",

@@ -13,7 +13,7 @@ from erniekit.api_load import Found, find_model
 from erniekit.config import RunConfig, need
 from erniekit.data.report import total_lines
 from erniekit.devices.base import Device
-from erniekit.log import paint, say, typed
+from erniekit.log import emit, paint, typed
 from erniekit.lora.adapters_off import adapters_off
 from erniekit.parallel.engine import Engine
 from erniekit.parallel.mesh import World
@@ -36,17 +36,17 @@ def evaluate_run(cfg: RunConfig) -> RunResult:
     source, base, trained = what_to_evaluate(cfg)
     found = find_model(source, base, cfg.model.download_hub, cfg.lora.override_base)
     tokenizer, stage = found.tokenizer(cfg.model.tokenizer_name), stage_of(cfg)
-    say(f"model    {source}" + (" (the result of a run)" if trained else ""))
+    emit(f"model    {source}" + (" (the result of a run)" if trained else ""))
     if cfg["eval_generate"]:
-        say("note     eval_generate: without effect here; answers are generated in evaluations during training")
+        emit("note     eval_generate: without effect here; answers are generated in evaluations during training")
     check_head(cfg, found.weights.config.labels, found.describe())
     for line in stage.proof_lines(Path(source).expanduser(), tokenizer):
-        say(f"checked  {line}")
+        emit(f"checked  {line}")
     world = World(device_type=device.type)
     with results_folder(cfg, source, trained) as output:
         reports, batches = stage.held_out(cfg, tokenizer, output / "bad_eval_rows.jsonl", world)
         for line in [line for report in reports for line in report.lines()] + total_lines(reports):
-            say(f"eval     {line}")
+            emit(f"eval     {line}")
         engine = engine_for(cfg, stage, found, world, device, dtype, packed)
         prepare = None
         if stage.compares(cfg):
@@ -54,10 +54,10 @@ def evaluate_run(cfg: RunConfig) -> RunResult:
             prepare = stage.prepare_evaluation(cfg, engine, reference)
         metrics = stage.evaluate(cfg, engine, batches, prepare)
         written = write_evaluation(output, source, metrics)
-    say(f"{paint('done', 'green', 'bold')}     {summary_of(metrics)} in {metrics['eval_runtime']:.1f} s")
-    say(f"result   {written}")
+    emit(f"{paint('done', 'green', 'bold')}     {summary_of(metrics)} in {metrics['eval_runtime']:.1f} s")
+    emit(f"result   {written}")
     if not found.weights.config.labels:
-        say(f"next     {typed('chat', source)}")
+        emit(f"next     {typed('chat', source)}")
     return RunResult(output, metrics)
 
 
@@ -92,12 +92,12 @@ def reference_for(
     """To whom the model is compared: itself without its adapters, or model_name_or_path."""
     chunk = cfg.memory.loss_subbatch_seqlen
     if found.adapter is not None:
-        say("reference the model without its adapters")
+        emit("reference the model without its adapters")
         return Reference(engine, None, chunk, partial(adapters_off, engine.parts))
     need(cfg, "model_name_or_path")
     base = find_model(str(cfg.model.model_name_or_path), hub=cfg.model.download_hub)
     same = base.adapter is None and base.weights.path.resolve() == found.weights.path.resolve()
-    say(f"reference {base.describe()}" + (": the model itself, so all rewards are 0" if same else ""))
+    emit(f"reference {base.describe()}" + (": the model itself, so all rewards are 0" if same else ""))
     other = engine if same else engine_for(cfg, stage, base, engine.world, device, dtype, packed)
     return Reference(other, None, chunk)
 

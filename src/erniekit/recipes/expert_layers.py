@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from erniekit.config import RunConfig
-from erniekit.log import say
+from erniekit.log import emit
 from erniekit.losses.moe_balance import RouterLosses
 from erniekit.models.config import DecoderConfig
 from erniekit.models.layers.moe import MoE
@@ -106,6 +106,6 @@ def ignore_bias(cfg: RunConfig, model: nn.Module) -> None:
     config: Any = model.config
     routers = [m for m in model.modules() if isinstance(m, Router) and m.biased]
     if cfg.moe.moe_use_aux_free is False and routers and config.moe.bias:
-        say(f"note     {IGNORED}")
+        emit(f"note     {IGNORED}")
         for router in routers:
             router.biased = False

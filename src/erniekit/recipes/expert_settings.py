@@ -47,8 +47,8 @@ def as_built(folder: ModelFolder, cfg: RunConfig) -> tuple[ModelFolder, tuple[st
 
 
 def _mtp_layers(cfg: RunConfig, folder: ModelFolder) -> int:
-    asked, held = cfg.model.num_nextn_predict_layers, folder.config.mtp_layers
-    if asked and cfg.train.stage in SCORING:
+    wanted, held = cfg.model.num_nextn_predict_layers, folder.config.mtp_layers
+    if wanted and cfg.train.stage in SCORING:
         raise ConfigError(
             "preference training scores answers; it does not train layers that predict further tokens",
             where="num_nextn_predict_layers",
@@ -56,10 +56,10 @@ def _mtp_layers(cfg: RunConfig, folder: ModelFolder) -> int:
         )
     from_nothing = not cfg.model.continue_training and folder.config.moe is not None
     if from_nothing and cfg.given("num_nextn_predict_layers"):
-        return asked
-    if asked and asked != held:
+        return wanted
+    if wanted and wanted != held:
         raise ConfigError(
-            f"num_nextn_predict_layers is {asked}, this model has {held or 'no'} layers that predict further tokens",
+            f"num_nextn_predict_layers is {wanted}, this model has {held or 'no'} layers that predict further tokens",
             where=f"num_nextn_predict_layers, {folder.path}",
             fix=f"set it to {held} to train those" + (", or 0 to leave them as they are" if held else ""),
         )
@@ -68,10 +68,10 @@ def _mtp_layers(cfg: RunConfig, folder: ModelFolder) -> int:
 
 def mtp_tokens(cfg: RunConfig, config: DecoderConfig) -> int:
     """How many further tokens are trained: all the model's layers for them, or none."""
-    asked = cfg.model.num_nextn_predict_layers
+    wanted = cfg.model.num_nextn_predict_layers
     if not cfg.model.continue_training and not cfg.given("num_nextn_predict_layers") and cfg.train.stage not in SCORING:
-        asked = config.mtp_layers  # they have not been trained before
-    return asked if cfg.model.multi_token_pred_lambda else 0
+        wanted = config.mtp_layers  # they have not been trained before
+    return wanted if cfg.model.multi_token_pred_lambda else 0
 
 
 def weights_of(cfg: RunConfig, vision: bool = False) -> RouterLossWeights:
@@ -81,7 +81,7 @@ def weights_of(cfg: RunConfig, vision: bool = False) -> RouterLossWeights:
     own = (m.moe_vision_aux_loss_lambda, m.moe_vision_z_loss_lambda, m.moe_vision_orthogonal_loss_lambda)
     if not vision:
         return text
-    return RouterLossWeights(*(as_text if mine is None else mine for mine, as_text in zip(own, astuple(text))))
+    return RouterLossWeights(*(as_text if value is None else value for value, as_text in zip(own, astuple(text))))
 
 
 def metric_names(cfg: RunConfig, config: DecoderConfig) -> tuple[str, ...]:
@@ -94,9 +94,9 @@ def metric_names(cfg: RunConfig, config: DecoderConfig) -> tuple[str, ...]:
 
 def bias_step(cfg: RunConfig, config: DecoderConfig) -> float:
     """How far the bias moves in a step. Adapters are saved without it, so with LoRA it stays; in fine-tuning, whose
-    data need not be even over the experts, it moves only where it is asked to. ERNIEKit moves it in pre-training."""
+    data need not be even over the experts, it moves only on request. ERNIEKit moves it in pre-training."""
     assert config.moe is not None
     if cfg.lora.lora or not (config.moe.bias and config.moe.biased):
         return 0.0
-    asked = cfg.given("moe_use_aux_free_update_coef") and not cfg.compat.router_bias_moves_in_pretraining_only
-    return cfg.moe.moe_use_aux_free_update_coef if asked or cfg.train.stage == "PT" else 0.0
+    wanted = cfg.given("moe_use_aux_free_update_coef") and not cfg.compat.router_bias_moves_in_pretraining_only
+    return cfg.moe.moe_use_aux_free_update_coef if wanted or cfg.train.stage == "PT" else 0.0

@@ -1,4 +1,4 @@
-"""More steps for a run that has some: whether that changes what it has done, and what to say where it would.
+"""More steps for a run that has some: whether that changes what it has done, and the error where it would.
 
 Called by recipes/resume.py. The order of the data is a function of seed and position, so only the learning rate can
 depend on where a run ends.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from erniekit.config import RunConfig
 from erniekit.errors import ConfigError
-from erniekit.log import say
+from erniekit.log import emit
 from erniekit.recipes.schedule import make_schedule
 
 
@@ -22,17 +22,17 @@ def same_so_far(cfg: RunConfig, then: int, now: int, step: int) -> bool:
 
 
 def check(cfg: RunConfig, name: str, then: int, now: int, step: int) -> None:
-    """`name` is a checkpoint at `step` of a run of `then` steps; `now` more of them are asked for."""
+    """`name` is a checkpoint at `step` of a run of `then` steps; `now` are requested."""
     if same_so_far(cfg, then, now, step):
-        say(f"extend   {then} -> {now} steps; learning rates and data so far are those of one run of {now} steps")
+        emit(f"extend   {then} -> {now} steps; learning rates and data so far are those of one run of {now} steps")
         return
-    told = change(cfg, then, now, step)
+    changed = change(cfg, then, now, step)
     if cfg.checkpoint.extend_run:
-        say(f"extend   {then} -> {now} steps, as extend_run asks: {told}")
+        emit(f"extend   {then} -> {now} steps, as set by extend_run: {changed}")
         return
     raise ConfigError(
         f"{name} is of a run of {then} steps; with {now} its learning rate would have been another from the start",
-        where=f"max_steps, num_train_epochs: {told}",
+        where=f"max_steps, num_train_epochs: {changed}",
         fix="set extend_run: True to continue with it, or start again in another output_dir",
     )
 

@@ -1,4 +1,4 @@
-"""Which checkpoint becomes the final model of a run: the one asked for, if its bytes are those that were saved.
+"""Which checkpoint becomes the final model of a run: the requested one, if its bytes are those that were saved.
 
 Called by recipes/finish.py after the last save.
 """
@@ -19,7 +19,7 @@ from erniekit.errors import CheckpointError
 @dataclass(frozen=True)
 class FinalChoice:
     path: Path
-    note: str = ""  # why it is not the one that was asked for
+    note: str = ""  # why it is not the requested one
 
 
 def choose(manager: CheckpointManager, best: int | None, last: int) -> FinalChoice:

@@ -10,7 +10,7 @@ from erniekit.checkpoint.final_model import publish_model
 from erniekit.checkpoint.nodes import nodes_without
 from erniekit.config import RunConfig
 from erniekit.errors import CheckpointError
-from erniekit.log import paint, say, typed, warn
+from erniekit.log import emit, paint, typed, warn
 from erniekit.parallel.mesh import World
 from erniekit.recipes import plan_check
 from erniekit.recipes.built import Built
@@ -37,7 +37,7 @@ def close_run(
 ) -> RunResult:
     state = trainer.state
     evaluation = next((hook.last for hook in trainer.hooks if isinstance(hook, EvalHook)), {})
-    told = next((hook.extras for hook in trainer.hooks if isinstance(hook, LogHook)), {})
+    extras = next((hook.extras for hook in trainer.hooks if isinstance(hook, LogHook)), {})
     seconds = time.perf_counter() - started
     metrics = {
         "train_loss": state.loss_sum / max(1, state.updates),
@@ -46,7 +46,7 @@ def close_run(
         "train_steps_per_second": (state.step - trainer.began_at[0]) / seconds,
         "train_tokens": float(state.tokens),
         "skipped_steps": float(state.skipped_steps),
-        **told,
+        **extras,
         **evaluation,
     }
     best = state.best_step if cfg.checkpoint.load_best_model_at_end else None
@@ -84,8 +84,8 @@ def publish_on_nodes(checkpoint: Path, output: Path, world: World) -> None:
             publish_model(checkpoint, output, heartbeat.beat)
         except CheckpointError as error:
             problem = f"no final model on the node of rank {world.rank}: {error.what}"
-    for told in filter(None, world.gather(problem)):  # the run has its result: worth a warning, no more
-        warn(told)
+    for extras in filter(None, world.gather(problem)):  # the run has its result: worth a warning, no more
+        warn(extras)
 
 
 def next_commands(output: Path, built: Built) -> list[str]:
@@ -108,15 +108,15 @@ def print_result(output: Path, result: RunResult, trainer: Trainer, plan: RunPla
     m = result.metrics
     evaluation = f", eval_loss {m['eval_loss']:.4f}" if "eval_loss" in m else ""
     if trainer.stop_reason:
-        say(trainer.stop_reason)
+        emit(trainer.stop_reason)
     steps = f"{result.steps} step{'s' * (result.steps != 1)}"
-    say(
+    emit(
         f"{paint('done', 'green', 'bold')}     {steps} in {m['train_runtime']:.0f} s, "
         f"train_loss {m['train_loss']:.4f}{evaluation}"
     )
     if planned := plan_check.line_of(plan, speed):
-        say(f"plan     {planned}")
+        emit(f"plan     {planned}")
     if result.note:
         warn(result.note)
-    say(f"result   {output}    report {report}")
-    say("next     " + f"\n{'':9}".join(result.next_commands))
+    emit(f"result   {output}    report {report}")
+    emit("next     " + f"\n{'':9}".join(result.next_commands))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from erniekit.checkpoint.hub import resolve_model
 from erniekit.config import RunConfig, refuse_later
-from erniekit.log import paint, say
+from erniekit.log import emit, paint
 from erniekit.recipes.output_folder import take_output
 from erniekit.version import __version__
 
@@ -19,4 +19,6 @@ def begin(cfg: RunConfig, shown: bool = False) -> None:
     resolve_model(cfg.model.model_name_or_path, cfg.model.download_hub)
     if not shown:
         compat = ", compat: erniekit" if cfg.train.compat else ""
-        say(f"{paint('erniekit', 'bold')} {__version__}  {cfg.train.stage}, seed {cfg.train.seed}{compat}, to {output}")
+        emit(
+            f"{paint('erniekit', 'bold')} {__version__}  {cfg.train.stage}, seed {cfg.train.seed}{compat}, to {output}"
+        )

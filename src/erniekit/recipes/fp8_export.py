@@ -14,7 +14,7 @@ from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import RunConfig, need
 from erniekit.export.plan import ExportPlan, named_tokenizer, plan_of
 from erniekit.export.run import run_export
-from erniekit.log import paint, say, typed, warn
+from erniekit.log import emit, paint, typed, warn
 from erniekit.quantize.fp8_static import StaticProof, write_static
 from erniekit.result import RunResult
 
@@ -32,7 +32,7 @@ def export_fp8(cfg: RunConfig) -> RunResult:
     plan = plan_of(cfg)
     scales = fp8_file.load(_trained(plan))
     assert scales is not None
-    say("note     trained with compute_type fp8: the weights are written in FP8, with the scales of training")
+    emit("note     trained with compute_type fp8: the weights are written in FP8, with the scales of training")
     out, source, probe = plan.out, plan.base, probes.load(plan.base)
     if plan.adapters:
         source, out, probe = Path(run_export(cfg).output_dir), out.with_name(f"{out.name}-fp8"), None
@@ -42,20 +42,20 @@ def export_fp8(cfg: RunConfig) -> RunResult:
     tokenizer = (named_tokenizer(cfg) or source) if cfg.export.copy_tokenizer else None
     shards = cfg.export.max_shard_size
     proof = write_static(folder, scales, out, tokenizer=tokenizer, max_shard_size=shards, probe=probe)
-    _tell(proof, out, bool(plan.adapters))
+    _print_result(proof, out, bool(plan.adapters))
     command = typed("chat", out)
-    say(paint(f"next     {command}", "bold"))
+    emit(paint(f"next     {command}", "bold"))
     return RunResult(out, next_commands=[command])
 
 
-def _tell(proof: StaticProof | None, out: Path, merged: bool) -> None:
+def _print_result(proof: StaticProof | None, out: Path, merged: bool) -> None:
     if proof is not None:
-        say(f"checked  FP8 logits within {proof.difference:.1e} of training's (allowed {proof.allowed:.1e})")
+        emit(f"checked  FP8 logits within {proof.difference:.1e} of training's (allowed {proof.allowed:.1e})")
         if proof.difference > proof.allowed:
             warn(
                 "that is more than rounding in bf16 alone: an expert was chosen otherwise, or the device sums otherwise"
             )
     if merged:
-        say("note     adapters were not rounded in training, merged ones are: evaluate this folder before you use it")
+        emit("note     adapters were not rounded in training, merged ones are: evaluate this folder before you use it")
     size = sum(file.stat().st_size for file in out.glob("model*.safetensors"))
-    say(f"saved    {out} (compressed-tensors, static FP8, {size / 1e6:.1f} MB)")
+    emit(f"saved    {out} (compressed-tensors, static FP8, {size / 1e6:.1f} MB)")

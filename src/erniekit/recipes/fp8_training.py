@@ -14,7 +14,7 @@ from torch import nn
 from erniekit.config import RunConfig
 from erniekit.data.types import Batch
 from erniekit.kernels.stored.fp8_static import StaticFormat
-from erniekit.log import say
+from erniekit.log import emit
 from erniekit.models.layers.experts import ExpertLinear
 from erniekit.models.layers.linear import HoldsWeight, Linear
 from erniekit.models.layers.rounding import BlockRounding, StaticRounding
@@ -44,7 +44,9 @@ def install(cfg: RunConfig, model: nn.Module, sharding: Sharding) -> None:
             block = 0
         layer.rounding = StaticRounding(StaticFormat(block, form.rows, form.weights))
     if whole:
-        say(f"note     apply_hadamard: {whole[0]} and {len(whole) - 1} more are not rotated (widths are not multiples)")
+        emit(
+            f"note     apply_hadamard: {whole[0]} and {len(whole) - 1} more are not rotated (widths are not multiples)"
+        )
 
 
 def form_of(cfg: RunConfig) -> StaticFormat:

@@ -63,9 +63,9 @@ class GenerationEval:
         self.built, self.tokenizer, self.trackers = built, tokenizer, trackers
         self.path, self.max_tokens = output / FILE, cfg.train.eval_generate_max_tokens
         self.begun = False
-        room = built.folder.config.max_positions - 1
+        longest = built.folder.config.max_positions - 1
         found = (prompt_of(source.sample(k)) for source in data.evaluation for k in range(len(source)))
-        self.prompts = list(islice((one for one in found if 0 < len(one.ids) < room), cfg.train.eval_generate))
+        self.prompts = list(islice((one for one in found if 0 < len(one.ids) < longest), cfg.train.eval_generate))
 
     def __call__(self, step: int) -> dict[str, float]:
         """Metrics, the same on every rank; the samples are written by one."""
@@ -78,8 +78,8 @@ class GenerationEval:
             self._write(step, samples)
             right = sum(sample.exact for sample in samples)
             for sample in samples[:SHOWN]:
-                said = (f"{name} {_short(value)!r}" for name, value in asdict(sample).items())
-                self.trackers.event(step, "sample", ", ".join(said))
+                fields = (f"{name} {_short(value)!r}" for name, value in asdict(sample).items())
+                self.trackers.event(step, "sample", ", ".join(fields))
             self.trackers.event(
                 step, "generated", f"{len(samples)} answers, {right} equal the reference; all in {FILE}"
             )
@@ -92,13 +92,13 @@ class GenerationEval:
     def _share(self, rank: int, ranks: int) -> list[list[int]]:
         from erniekit.serve.batch_generation import generate_greedily  # the server's engine: half a second to import
 
-        built, mine = self.built, self.prompts[rank::ranks]
-        tree = twin_of(built)  # every rank: sharded weights are gathered together
+        built, prompts = self.built, self.prompts[rank::ranks]
+        tree = plain_copy(built)  # every rank: sharded weights are gathered together
         tokenizer = self.tokenizer
         return generate_greedily(
             tree,
             built.folder.config,
-            [prompt.ids for prompt in mine],
+            [prompt.ids for prompt in prompts],
             device=built.device,
             dtype=built.dtype,
             stop_ids=frozenset(id for id in (tokenizer.eos_id, tokenizer.end_id) if id is not None),
@@ -107,8 +107,8 @@ class GenerationEval:
         )
 
     def _sample(self, prompt: Prompt, ids: Sequence[int]) -> GeneratedAnswer:
-        asked, answer, reference = (self.tokenizer.decode(part) for part in (prompt.ids, ids, prompt.reference))
-        return GeneratedAnswer(asked, answer, reference)
+        question, answer, reference = (self.tokenizer.decode(part) for part in (prompt.ids, ids, prompt.reference))
+        return GeneratedAnswer(question, answer, reference)
 
     def _write(self, step: int, samples: Sequence[GeneratedAnswer]) -> None:
         """A new run begins a new file; a resumed one goes on, and a step that it evaluates again is replaced."""
@@ -141,7 +141,7 @@ def prompt_of(sample: Sample) -> Prompt:
 
 
 @torch.no_grad()
-def twin_of(built: Built) -> nn.Module:
+def plain_copy(built: Built) -> nn.Module:
     """The model's modules once more, over the same memory; where weights are sharded, over a gathered copy."""
     folder = built.folder
     tree = folder.spec.cast(folder.meta(), built.dtype)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from erniekit.kernels.selection import Choice
-from erniekit.log import say
+from erniekit.log import emit
 from erniekit.recipes.datasets import TrainData
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.speed_decisions import why_rows_stay
@@ -29,7 +29,7 @@ def brakes(plan: RunPlan, data: TrainData, kernels: list[Choice]) -> Iterator[Br
     if cfg.train.deterministic:
         yield Brake("the same bits in every run: slower kernels in the backward pass", "deterministic: False")
     if cfg.model.compile is False and cfg.given("compile"):
-        yield Brake("layers are not compiled, as the recipe asks", "compile: True")
+        yield Brake("layers are not compiled, as set in the recipe", "compile: True")
     by = {choice.operation: choice for choice in kernels}
     if cfg.model.attention != "auto":
         yield Brake(f"attention: {cfg.model.attention} instead of the fastest kernel here", "attention: auto")
@@ -58,4 +58,4 @@ def _rows(plan: RunPlan, data: TrainData) -> Iterator[Brake]:
 
 def show(plan: RunPlan, data: TrainData, kernels: list[Choice]) -> None:
     for number, brake in enumerate(brakes(plan, data, kernels)):
-        say(f"{'speed' if number == 0 else '':<9}{brake.what}; faster with {brake.key}")
+        emit(f"{'speed' if number == 0 else '':<9}{brake.what}; faster with {brake.key}")

@@ -16,7 +16,7 @@ import torch
 from erniekit.config import RunConfig
 from erniekit.devices.base import Device
 from erniekit.devices.islands import island_of_rank, parse_islands
-from erniekit.log import say
+from erniekit.log import emit
 from erniekit.models.config import DecoderConfig
 from erniekit.parallel.mesh import Layout, World
 from erniekit.planner.island_split import fitted
@@ -27,11 +27,11 @@ TOKENS = 1024
 
 
 def cut(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -> Layout:
-    """The layout with its stages cut for the islands; as it is where the recipe cuts, or all devices are alike."""
+    """The layout with its stages cut for the islands; as it is where the recipe cuts, or all devices are the same."""
     layout, islands = world.layout, world.islands
     if islands is None or world.size == 1:
         return layout
-    say(f"islands  {islands.describe()}; a pipeline across, through host memory")
+    emit(f"islands  {islands.describe()}; a pipeline across, through host memory")
     if layout.stage_cuts or layout.virtual_stages > 1:
         return layout
     named = island_of_rank(parse_islands(cfg.parallel.islands), world.rank)
@@ -39,19 +39,19 @@ def cut(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -> L
     given = all(one.speed is not None for one in parse_islands(cfg.parallel.islands))
     if not given:
         speed = product_rate(device, cfg.precision.bf16, model)
-    room = memory or device.total_memory
-    gathered = world.gather((speed, room, device.triton))
+    memory_here = memory or device.total_memory
+    gathered = world.gather((speed, memory_here, device.triton))
     each = layout.size // layout.pp
     stages = [gathered[s * each : (s + 1) * each] for s in range(layout.pp)]
     speeds = [statistics.median(rank[0] for rank in stage) for stage in stages]
-    rooms = [min(rank[1] for rank in stage) for stage in stages]
+    memories = [min(rank[1] for rank in stage) for stage in stages]
     counts, found = fitted(
-        _job(cfg, layout), layout, [1 / s for s in speeds], rooms, [stage[0][2] for stage in stages]
+        _job(cfg, layout), layout, [1 / s for s in speeds], memories, [stage[0][2] for stage in stages]
     )  # fmt: skip
     how = "given" if given else "measured"
     for s, (count, taken) in enumerate(zip(counts, found, strict=True)):
         share = speeds[s] / max(speeds)
-        say(
+        emit(
             f"stage {s}  {count} layers on {islands.stage_wires(layout)[s]} (speed {share:.2f} of the fastest, {how}; "
             f"about {taken.total / GIB:.1f} GiB a rank)"
         )

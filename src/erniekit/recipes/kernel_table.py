@@ -69,7 +69,7 @@ def _attention(built: Built, inner: Any, device: torch.device) -> Iterator[Choic
     if not isinstance(inner, InnerAttention):
         why = f"{type(inner).__name__}: heads are spread unevenly over ranks"
     elif not inner.with_positions:
-        why = "the inner attention alone is computed again in the backward pass"
+        why = "only the inner attention is recomputed in the backward pass"
     elif inner.backend != "auto":
         why = f"attention: {inner.backend}"
     elif built.dtype == torch.float32:
@@ -102,8 +102,8 @@ def _run(built: Built, fused_update: bool) -> Iterator[Choice]:
     update = "one launch" if fused_update else "torch"
     yield Choice("AdamW", update, "the fastest" if fused_update else "for NVIDIA cards with Triton")
     late = fused_update and built.device.asynchronous
-    told = "nothing between two steps needs them" if late else "the host reads them before it goes on"
-    yield Choice("results of a step", "with the next" if late else "at once", told)
+    reason = "nothing between two steps needs them" if late else "the host reads them before it goes on"
+    yield Choice("results of a step", "with the next" if late else "at once", reason)
 
 
 def lines(table: list[Choice]) -> list[str]:

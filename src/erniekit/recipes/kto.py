@@ -52,7 +52,7 @@ class KTO(TrainingStage):
     def open_data(self, plan: RunPlan, tokenizer: Tokenizer, output: Path) -> TrainData:
         if plan.folder.config.vision is not None:
             raise ConfigError(
-                "stage KTO reads text; this model sees",
+                "stage KTO reads text; this is a vision-language model",
                 where=str(plan.folder.path),
                 fix="stage: DPO compares answers about pictures",
             )
@@ -97,7 +97,7 @@ class KTO(TrainingStage):
 
 
 class Baseline(Reference):
-    """Fills in what the reference says of each answer, and the baseline that all answers of a step share."""
+    """Fills in the reference's log-probability of each answer, and the baseline that all answers of a step share."""
 
     def __init__(self, reference: Reference, policy: Reference) -> None:
         """policy: measures with the weights of the moment."""
@@ -112,8 +112,8 @@ class Baseline(Reference):
             assert batch.pairs is not None
             assert batch.mismatched is not None
             assert batch.pairs.reference is not None
-            mine = self.policy.log_probs(batch.mismatched)[1::2]
-            gains[0] += (mine - batch.pairs.reference[1::2].to(mine.device)).double().sum()
+            log_probs = self.policy.log_probs(batch.mismatched)[1::2]
+            gains[0] += (log_probs - batch.pairs.reference[1::2].to(log_probs.device)).double().sum()
             gains[1] += batch.pairs.count
         gains = self.policy.engine.sum_losses(gains)
         baseline = (gains[0] / gains[1].clamp(min=1)).clamp(min=0).float()

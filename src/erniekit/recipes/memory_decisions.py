@@ -35,7 +35,7 @@ from erniekit.parallel.mesh import World
 from erniekit.planner.activations import Kernels
 from erniekit.planner.memory import USABLE, Held, Work, fewest_recomputed, layers_of, recomputing, step_bytes
 from erniekit.recipes import trained_weights
-from erniekit.recipes.models_beside import bytes_beside
+from erniekit.recipes.other_models import other_model_bytes
 from erniekit.weight_kinds import BF16
 
 FULL = 0.95  # of it that a run with nothing but whole-layer recompute may fill
@@ -77,7 +77,7 @@ def kept_bytes(cfg: RunConfig, model: DecoderConfig) -> tuple[float, float]:
 
 
 def states_bytes(cfg: RunConfig, model: DecoderConfig) -> float:
-    """Of a trained weight, on average: masters and moments. Muon's matrices have an average alone."""
+    """Of a trained weight, on average: masters and moments. Of Muon's matrices only the average is known."""
     each = optimizer_bytes(cfg.optim.optim_states, cfg.optim.master_weights)
     if cfg.optim.optim != "muon":
         return each
@@ -87,14 +87,14 @@ def states_bytes(cfg: RunConfig, model: DecoderConfig) -> float:
 def least_bytes(cfg: RunConfig, model: DecoderConfig) -> float:
     """What a run on one device takes with every layer computed again."""
     tokens = cfg.train.per_device_train_batch_size * cfg.data.max_seq_len
-    held = held_alone(model, trained_share(cfg, model), *kept_bytes(cfg, model), base_of(cfg))
-    held = replace(held, weights=held.weights + bytes_beside(cfg, model))
+    held = bytes_held(model, trained_share(cfg, model), *kept_bytes(cfg, model), base_of(cfg))
+    held = replace(held, weights=held.weights + other_model_bytes(cfg, model))
     rank = cfg.lora.lora_rank if cfg.lora.lora else 0
-    work = work_alone(model, tokens, cfg.memory.loss_subbatch_seqlen, rank, seeing_bytes(cfg, model, again=True))
+    work = bytes_worked(model, tokens, cfg.memory.loss_subbatch_seqlen, rank, vision_bytes(cfg, model, again=True))
     return step_bytes(model, held, recomputing(work, model.num_layers)).total
 
 
-def seeing_bytes(cfg: RunConfig, model: DecoderConfig, again: bool) -> float:
+def vision_bytes(cfg: RunConfig, model: DecoderConfig, again: bool) -> float:
     """What tower and resampler keep of a micro-batch, were it pictures throughout: there are packs that nearly are.
     again: their blocks are computed again, as with recompute of whole layers they are."""
     v = model.vision
@@ -107,7 +107,7 @@ def seeing_bytes(cfg: RunConfig, model: DecoderConfig, again: bool) -> float:
     return vision_costs.kept_bytes(model, rows * most, tower, resampler, again, each)
 
 
-def held_alone(model: DecoderConfig, trained: float, state: float, gradient: float, base: str) -> Held:
+def bytes_held(model: DecoderConfig, trained: float, state: float, gradient: float, base: str) -> Held:
     """What one device holds of a run, by the planner's account. trained: share of the weights; state, gradient: bytes
     of a trained weight on the device."""
     count, frozen = parameters(model) * trained, trained < 1
@@ -123,7 +123,7 @@ def held_alone(model: DecoderConfig, trained: float, state: float, gradient: flo
     )
 
 
-def work_alone(model: DecoderConfig, tokens: int, rows: int, rank: int, seeing: float = 0.0) -> Work:
+def bytes_worked(model: DecoderConfig, tokens: int, rows: int, rank: int, vision: float = 0.0) -> Work:
     return Work(
         layers=layers_of(model),
         tokens=tokens,
@@ -131,7 +131,7 @@ def work_alone(model: DecoderConfig, tokens: int, rows: int, rank: int, seeing: 
         head_tokens=tokens,
         vocabulary=model.vocab_size,
         kernels=Kernels(rank=rank),
-        seeing=seeing,
+        seeing=vision,
     )
 
 
@@ -166,8 +166,8 @@ def advice(cfg: RunConfig, limit: float, host: float, model: DecoderConfig) -> s
             missing |= {} if cfg.memory.recompute else {"recompute": True}
             if keys.get("update_in_backward") and cfg.train.gradient_accumulation_steps > 1:
                 missing["gradient_accumulation_steps"] = 1
-            words = ", ".join(f"{key}: {shown(value)}" for key, value in missing.items())
-            return f"set {words} ({least_bytes(tried, model) / GIB:.0f} GiB)"
+            settings = ", ".join(f"{key}: {shown(value)}" for key, value in missing.items())
+            return f"set {settings} ({least_bytes(tried, model) / GIB:.0f} GiB)"
     return "use fine_tuning: LoRA, or more devices with sharding: stage3"
 
 
@@ -177,26 +177,26 @@ def limit_of(cfg: RunConfig, device: Device) -> float:
 
 
 def host_layers(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -> Iterator[Note]:
-    """How many layers' packed weights wait in host memory: as the user says, else as few as make the rest fit."""
-    asked, base = cfg.memory.frozen_layers_in_host, base_of(cfg)
+    """How many layers' packed weights are kept in host memory: as the user sets, else as few as make the rest fit."""
+    requested, base = cfg.memory.frozen_layers_in_host, base_of(cfg)
     if base == BF16:
-        if asked:
+        if requested:
             reason = "weights that are not packed stay on the device; frozen_base packs them"
-            yield Note("frozen_layers_in_host", asked, 0, reason)
+            yield Note("frozen_layers_in_host", requested, 0, reason)
         return
-    count, reason = min(asked or 0, model.num_layers), ""
-    if asked and asked > count:
-        yield Note("frozen_layers_in_host", asked, count, f"the model has {count} layers")
+    count, reason = min(requested or 0, model.num_layers), ""
+    if requested and requested > count:
+        yield Note("frozen_layers_in_host", requested, count, f"the model has {count} layers")
     limit = limit_of(cfg, device) if device.counts_memory or cfg.memory.memory_limit else 0.0
-    if asked is None and limit and world.size == 1:
+    if requested is None and limit and world.size == 1:
         sizes = [packed_bytes(model, layer, base) for layer in range(model.num_layers)]
         missing = least_bytes(cfg, model) - limit
-        if missing > 0:  # two layers' room stays on the device for those that are away
+        if missing > 0:  # buffers of two layers stay on the device for those that are away
             away = sorted(sizes, reverse=True)
             count = next((n for n in range(1, len(sizes) + 1) if sum(away[:n]) - 2 * away[0] >= missing), len(sizes))
             gone = sum(away[:count]) / GIB
             reason = f"{gone:.1f} GiB of packed weights wait in host memory so that the rest fits {limit / GIB:.0f} GiB"
-    if asked is None:
+    if requested is None:
         yield Note("frozen_layers_in_host", None, count, reason or "everything fits", quiet=not count)
     if count and not (cfg.memory.recompute and cfg.memory.recompute_granularity == "full"):
         reason = "layers whose weights wait in host memory are computed again in backward"
@@ -247,10 +247,10 @@ def layers_to_recompute(
     gradient: float = GRADIENT_BYTES,
     base: str = BF16,
     rank: int = 0,
-    seeing: float = 0.0,
+    vision: float = 0.0,
 ) -> int:
     """The fewest layers that must be computed again for a step to fit in `limit` bytes. state, gradient: bytes of a
     trained weight on the device. base: of frozen weights. rank: of adapters. seeing: bytes that tower and resampler
     keep."""
-    held = held_alone(model, trained, state, gradient, base)
-    return fewest_recomputed(model, held, work_alone(model, tokens, rows, rank, seeing), limit)
+    held = bytes_held(model, trained, state, gradient, base)
+    return fewest_recomputed(model, held, bytes_worked(model, tokens, rows, rank, vision), limit)

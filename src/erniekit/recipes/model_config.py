@@ -11,7 +11,7 @@ from erniekit.config import RunConfig
 from erniekit.config.flat import KEYS
 from erniekit.config.ignored_keys import IGNORED_KEYS
 from erniekit.errors import ConfigError
-from erniekit.log import say
+from erniekit.log import emit
 from erniekit.models import find
 from erniekit.registry import nearest
 
@@ -53,7 +53,7 @@ def changes_of(cfg: RunConfig, folder: Path) -> dict[str, Any]:
             raise _unknown(name, values.asked, cfg.origin("model_config"))
     differ = [f"{name} {raw.get(name)} -> {value}" for name, value in changes.items() if raw.get(name) != value]
     if differ:
-        say(f"note     model_config: {', '.join(differ)}")
+        emit(f"note     model_config: {', '.join(differ)}")
     return {**changes, **nested}
 
 

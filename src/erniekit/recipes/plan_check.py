@@ -1,6 +1,6 @@
-"""The plan beside what happened: one line at the end of a run, and on out-of-memory what was on the card and what fits.
+"""The plan next to what happened: a line at the end of a run, and on out-of-memory what was on the card and what fits.
 
-Called by training.py and finish.py. Nothing here may end a run: where no plan can be made, less is said.
+Called by training.py and finish.py. Nothing here may end a run: where no plan can be made, less is printed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from erniekit.recipes.run_plan import RunPlan
 
 
 def card_of(device: Device) -> Card | None:
-    """The data sheet of the device at hand; None: its memory alone is known."""
-    words = device.name.lower().replace("-", " ").split()
-    return next((card for name, card in CARDS.items() if name in words), None)
+    """The data sheet of the device at hand; None: only its memory is known."""
+    parts = device.name.lower().replace("-", " ").split()
+    return next((card for name, card in CARDS.items() if name in parts), None)
 
 
 def site_of(device: Device, devices: int) -> Site:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from erniekit.config import RunConfig, load
 from erniekit.devices.islands import parse_islands
 from erniekit.errors import ConfigError, PlanError
-from erniekit.log import say
-from erniekit.parallel.mesh import USER_WORDS
+from erniekit.log import emit
+from erniekit.parallel.mesh import CONFIG_KEYS
 from erniekit.planner.cards import rates_of
 from erniekit.planner.cluster import FIX, Cluster, parse
 from erniekit.printable import counted
@@ -33,7 +33,7 @@ OPTIONS = ("--cluster", "--write", "--take", "--calibration", "--packs", "--top"
 MARK = "# written by `erniekit plan`"
 # What decides a layout: of the recipe's own none is left in a written one, whose layout is the planned one alone.
 DECIDED = frozenset({
-    *USER_WORDS.values(), "sep_parallel_degree", "sharding", "sequence_parallel", "virtual_pp_degree", "pp_seg_method",
+    *CONFIG_KEYS.values(), "sep_parallel_degree", "sharding", "sequence_parallel", "virtual_pp_degree", "pp_seg_method",
     "islands", "moe_group", "expert_parallel_degree", "expert_tensor_parallel_degree", "use_expert_parallel",
     "recompute", "recompute_granularity", "no_recompute_layers",
 })  # fmt: skip
@@ -53,7 +53,7 @@ def plan_command(args: list[str]) -> int:
     if "--take" in given and target is None:
         raise ConfigError("--take needs --write", where="--take", fix="add --write FILE")
     if not as_json:
-        say(f"plan     {', '.join(cfg.files) or cfg.model.model_name_or_path} on {cluster.describe()}")
+        emit(f"plan     {', '.join(cfg.files) or cfg.model.model_name_or_path} on {cluster.describe()}")
     top = _number(given, "--top") or 0
     result, ranked, job = _planned(cfg, cluster, calibrated, packs, as_json, top, take)
     result["seconds"] = time.perf_counter() - began
@@ -72,10 +72,10 @@ def plan_command(args: list[str]) -> int:
     if as_json:
         print(json.dumps(result, indent=1))
     elif target is not None:
-        say(f"written  {target}: layout {take}, {taken['layout']}; train with `erniekit train {target}`")
+        emit(f"written  {target}: layout {take}, {taken['layout']}; train with `erniekit train {target}`")
     if best is None and not as_json:
         raise PlanError(
-            f"no layout of this run fits {cluster.describe()}", where=f"--cluster {cluster.words}", fix=result["advice"]
+            f"no layout of this run fits {cluster.describe()}", where=f"--cluster {cluster.text}", fix=result["advice"]
         )
     return 0 if best else 2
 
@@ -138,7 +138,7 @@ def _refuse_other_islands(cfg: RunConfig, cluster: Cluster) -> None:
     if named and named != [island.size for island in cluster.islands]:
         raise ConfigError(
             f"islands names {' + '.join(map(str, named))} ranks, and the cluster is {cluster.describe()}",
-            where=f"{cfg.origin('islands')} and --cluster {cluster.words}",
+            where=f"{cfg.origin('islands')} and --cluster {cluster.text}",
             fix="a YAML with the same islands behind --cluster, or islands= to plan without them",
         )
 
@@ -149,21 +149,21 @@ def _show_job(cfg: RunConfig, job: Job, source: str, place: Site) -> None:
     how = f"LoRA rank {job.rank}" if job.rank else "all weights"
     if job.teacher is not None:
         how += f", a teacher of {job.teacher.parameters() / 1e9:.2f} billion on every rank"
-    say(
+    emit(
         f"job      {job.model.parameters() / 1e9:.2f} billion weights ({source}), {cfg.train.stage}, {how}, "
         f"{counted(job.packs, 'sequence')} of {job.length:,} tokens per step, {job.rows} in a micro-batch"
     )
     for text in _not_counted(cfg):
-        say(f"note     {text}")
-    say(f"rates    {report.sources(place.rates)}")
+        emit(f"note     {text}")
+    emit(f"rates    {report.sources(place.rates)}")
 
 
 def _not_counted(cfg: RunConfig) -> Iterator[str]:
     """What a run of this recipe does beyond the job that is planned."""
-    from erniekit.recipes import models_beside
+    from erniekit.recipes import other_models
 
     teacher = cfg.distill.teacher_model_name_or_path
-    if teacher and models_beside.teacher_of(cfg) is None:
+    if teacher and other_models.teacher_of(cfg) is None:
         yield f"not counted: the teacher's weights and forward pass on every rank; {teacher} has no config.json here"
     if cfg.train.stage in ("DPO", "KTO") and cfg.dpo.reference_logps == "cached":
         yield "not counted: the pass over all rows before the first step (reference_logps: cached)"
@@ -171,25 +171,25 @@ def _not_counted(cfg: RunConfig) -> Iterator[str]:
         yield "not counted: a score head of more than 2 classes, unless the model has one (class_labels names them)"
     if cfg.train.eval_generate:
         yield "not counted: answers that evaluations generate (eval_generate)"
-    if models_beside.spread_over_data_alone(cfg):
+    if other_models.spread_over_data_only(cfg):
         yield "only layouts of data parallelism and sharding are planned: this run accepts no others"
 
 
 def _show(found: Ranking, own: Candidate | None, prices: list[Any], fewest: int | None, place: Site, top: int) -> None:
     from erniekit.planner import report
 
-    say(f"layouts  {found.tried} counted, {len(found.ranked)} fit {place.room / 2**30:.0f} GiB a rank")
+    emit(f"layouts  {found.tried} counted, {len(found.ranked)} fit {place.room / 2**30:.0f} GiB a rank")
     if found.ranked:
         for line in (*report.table(found.ranked, top), "", *report.bytes_table(found.ranked[0])):
-            say(f"  {line}" if line else "")
+            emit(f"  {line}" if line else "")
     if own is not None:
         fate = own.problem or f"{own.tokens:,.0f} tokens/s, {own.most.total / 2**30:.0f} GiB a rank"
-        say(f"recipe's {own.layout.describe()}: {fate}")
+        emit(f"recipe's {own.layout.describe()}: {fate}")
     for title, lines in (("rejected", report.rejected(found)), ("levers", report.lever_lines(prices))):
         for k, line in enumerate(lines):
-            say(f"{title if k == 0 else '':<9}{line}")
+            emit(f"{title if k == 0 else '':<9}{line}")
     if fewest:
-        say(f"smallest {fewest} of these devices")
+        emit(f"smallest {fewest} of these devices")
 
 
 def _prices(

@@ -20,21 +20,21 @@ from erniekit.planner.search import smallest
 from erniekit.planner.static_bytes import Blocks
 from erniekit.recipes.planning import ModelShape, four_bytes, job_of, raw_shape, shape_of
 
-MOST = 2048  # cards: what fits no number of them up to this is said to fit none
+MOST = 2048  # cards: what fits no number of them up to this is reported to fit none
 
 
 class Fit(NamedTuple):
     planned: str  # the fewest cards, as 2x80G
-    fits: str  # on the cluster that was asked for
+    fits: str  # on the requested cluster
 
 
 class Fitting:
-    def __init__(self, words: str) -> None:
-        cluster = parse(words)
+    def __init__(self, text: str) -> None:
+        cluster = parse(text)
         if len(cluster.islands) > 1:
             raise ConfigError(
                 "recipes are planned on one kind of device",
-                where=f"--fits {words}",
+                where=f"--fits {text}",
                 fix="erniekit plan RECIPE --cluster",
             )
         (island,) = cluster.islands

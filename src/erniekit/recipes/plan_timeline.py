@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from erniekit.errors import ConfigError
-from erniekit.log import say
+from erniekit.log import emit
 from erniekit.parallel.pipeline_timeline import SVG_MARK, as_svg, as_text
 
 if TYPE_CHECKING:
@@ -17,23 +17,23 @@ SHOWN = 4  # micro-batches for each rank: further ones look the same
 TERMINAL = "-"
 
 
-def timeline_target(word: str | None) -> str | Path | None:
+def timeline_target(text: str | None) -> str | Path | None:
     """`-` for the terminal, or an SVG file that is not there or was drawn by us."""
-    if word is None or word == TERMINAL:
-        return word
-    target = Path(word).expanduser()
+    if text is None or text == TERMINAL:
+        return text
+    target = Path(text).expanduser()
     if target.suffix != ".svg":
         raise ConfigError(
-            f"{word} is not an SVG file", where="--timeline", fix="--timeline pipeline.svg, or - to print it"
+            f"{text} is not an SVG file", where="--timeline", fix="--timeline pipeline.svg, or - to print it"
         )
     if not target.parent.is_dir():
         raise ConfigError(f"no folder {target.parent}", where="--timeline", fix="create it, or name another file")
-    if target.is_symlink() or (target.exists() and not (target.is_file() and _ours(target))):
+    if target.is_symlink() or (target.exists() and not (target.is_file() and _is_ours(target))):
         raise ConfigError(f"{target} exists and was not drawn by us", where="--timeline", fix="name a new file")
     return target
 
 
-def _ours(target: Path) -> bool:
+def _is_ours(target: Path) -> bool:
     with target.open(encoding="utf-8", errors="replace") as lines:
         return any(line.strip() == SVG_MARK for line in (lines.readline(), lines.readline()))
 
@@ -45,18 +45,18 @@ def draw(target: str | Path, ranked: list[Candidate], schedule: str, quiet: bool
     one = next((c for c in ranked if c.times is not None), None)
     if one is None or one.times is None:
         if not quiet:
-            say("timeline no layout that fits has a pipeline")
+            emit("timeline no layout that fits has a pipeline")
         return None
     layout = one.layout
     shown = min(one.micro_batches, SHOWN * layout.pp)
     timeline = replay(schedule, layout.pp, layout.virtual_stages, shown, one.times)
-    said = f"{layout.describe()}, {shown} of {one.micro_batches} micro-batches"
+    about = f"{layout.describe()}, {shown} of {one.micro_batches} micro-batches"
     if isinstance(target, Path):
         made = target.with_name(f".{target.name}.{os.getpid()}")
         made.write_text(as_svg(timeline), encoding="utf-8")
         os.replace(made, target)
     if not quiet:
-        say(f"timeline {said}{f': {target}' if isinstance(target, Path) else ''}")
+        emit(f"timeline {about}{f': {target}' if isinstance(target, Path) else ''}")
         for line in as_text(timeline):
-            say(f"  {line}")
+            emit(f"  {line}")
     return str(target)

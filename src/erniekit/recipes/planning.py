@@ -25,10 +25,10 @@ from erniekit.parallel.mesh import Layout, fit
 from erniekit.parallel.world import layout_of
 from erniekit.planner.job import Job
 from erniekit.planner.static_bytes import Blocks, Storing
-from erniekit.recipes import models_beside, trained_weights
+from erniekit.recipes import other_models, trained_weights
 from erniekit.recipes.adapters import settings_of
-from erniekit.recipes.memory_decisions import seeing_bytes
-from erniekit.recipes.models_beside import known_config
+from erniekit.recipes.memory_decisions import vision_bytes
+from erniekit.recipes.other_models import known_config
 from erniekit.recipes.score_heads import expected_labels
 from erniekit.weight_kinds import BITS, PLAIN, kinds_of
 
@@ -96,13 +96,13 @@ def storing_of(cfg: RunConfig, model: Any) -> Storing:
         optimiser_away=cfg.memory.offload_optim or cfg.memory.tensorwise_offload_optimizer,
         shards_away="offload" in cfg.parallel.sharding,
         in_backward=cfg.optim.update_in_backward,
-        reference=models_beside.live_copy(cfg),
+        reference=other_models.live_copy(cfg),
         one_moment=frozenset(n for n, p in named if by_muon(n, p.shape)) if muon else frozenset(),
     )
 
 
 def packed_bits(names: Iterable[str], base: str) -> dict[str, float]:
-    """Frozen linears with adapters beside them, by the kind that `base` keeps their role as."""
+    """Frozen linears that have adapters, by the kind that `base` keeps their role as."""
     if not base:
         return {}
     names = list(names)
@@ -118,7 +118,7 @@ def packed_bits(names: Iterable[str], base: str) -> dict[str, float]:
 
 
 def own_layout(cfg: RunConfig, ranks: int) -> Layout | None:
-    """The recipe's own on so many ranks; None where it does not come out even."""
+    """The recipe's own on this number of ranks; None where it does not divide."""
     with suppress(PlanError):
         return fit(ranks, layout_of(cfg.parallel, ranks, cfg.moe.moe_group))
     return None
@@ -152,12 +152,12 @@ def job_of(cfg: RunConfig, shape: ModelShape, packs: int, storing: Storing | Non
         adapters_met=adapters_met_of(c, ((n, p.numel()) for n, p in shape.model.named_parameters())),
         head_rows=m.loss_subbatch_seqlen,
         recompute=m.recompute_granularity if m.recompute else "",
-        forwards=models_beside.forwards(cfg),
-        teacher=models_beside.teacher_of(cfg),
-        data_alone=models_beside.spread_over_data_alone(cfg),
+        forwards=other_models.forwards(cfg),
+        teacher=other_models.teacher_of(cfg),
+        data_only=other_models.spread_over_data_only(cfg),
         compute=storing.compute,
         offload_optimiser=storing.optimiser_away,
-        seeing=seeing_bytes(cfg, c, again=m.recompute and m.recompute_granularity in ("full", "auto")),
+        seeing=vision_bytes(cfg, c, again=m.recompute and m.recompute_granularity in ("full", "auto")),
         schedule=cfg.parallel.pp_schedule,
     )
 
@@ -168,7 +168,7 @@ class Lever:
 
     keys: dict[str, Any]
     job: Job
-    loses: str  # what it costs beside time
+    loses: str  # what it costs besides time
 
 
 def levers(cfg: RunConfig, job: Job) -> list[Lever]:

@@ -102,7 +102,7 @@ class TextData(TrainData):
 
 @dataclass(frozen=True)
 class Documents:
-    """A data set's rows as the loader reads them, and what to tell of them."""
+    """A data set's rows as the loader reads them, and their report."""
 
     rows: DocumentRows
     report: DataReport
@@ -165,8 +165,8 @@ def open_rows(cfg: RunConfig, part: str, tokenizer: Tokenizer, output: Path | No
         cache_dir=d.cache_dir,
     )
     by_prefix = {files.prefix: report for files, report in zip(corpora, reports)}
-    told = zip(rows.sources, rows.lines())
-    return DocumentSplit(rows, [Documents(source, _report(source, line, by_prefix)) for source, line in told])
+    described = zip(rows.sources, rows.lines())
+    return DocumentSplit(rows, [Documents(source, _report(source, line, by_prefix)) for source, line in described])
 
 
 def _index(

@@ -32,7 +32,7 @@ from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.data.types import IGNORE, ChatMessage, Conversation, RowProblem, Sample
 from erniekit.data.unpaired import Unpaired, UnpairedSample
 from erniekit.data.unpaired_source import unpaired_rows
-from erniekit.log import colour_on, paint, say
+from erniekit.log import colour_on, emit, paint
 from erniekit.loss_table import PREFERENCE_KEYS
 
 READ, TRAINED, REJECTED = 0, 1, 2  # what a token is to the loss; the last: of the answer that a pair rejects
@@ -63,7 +63,7 @@ def preview_command(args: list[str]) -> int:
     if given.json:
         print(json.dumps(told, ensure_ascii=True))
     else:
-        say("\n".join(lines(told)))
+        emit("\n".join(lines(told)))
     return 0
 
 

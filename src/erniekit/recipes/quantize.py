@@ -16,7 +16,7 @@ from erniekit.export.plan import named_tokenizer, plan_of
 from erniekit.export.run import no_adapter, run_export
 from erniekit.export.source import find_source
 from erniekit.export.target import QUANTIZE, check_target
-from erniekit.log import paint, say, typed, warn
+from erniekit.log import emit, paint, typed, warn
 from erniekit.models.score_head import refuse as refuse_score_head
 from erniekit.quant_schemes import QUANT_RECIPES, QuantRecipe
 from erniekit.quantize.fit import fitted, require_plain
@@ -64,7 +64,7 @@ def _tell_layout(cfg: RunConfig) -> None:
 
 
 def export_quantised(cfg: RunConfig) -> RunResult:
-    """What `export` would write, merged where there are adapters, and then quantised beside it."""
+    """What `export` would write, merged where there are adapters, and then quantised into a folder next to it."""
     need(cfg, "output_dir", "quant")
     plan = plan_of(cfg)
     out = plan.out.with_name(f"{plan.out.name}-{cfg.quantize.quant}")
@@ -102,11 +102,11 @@ def _quantised(cfg: RunConfig, source: Path, out: Path) -> RunResult:
     check_target(out, [source], QUANTIZE)
     compensate = _compensates(cfg, recipe)
     if not compensate and cfg.quantize.quant_method is None and not rows_are_given(cfg):
-        say("note     rounded to nearest: with rows (train_dataset_path) errors are carried on, which is better")
-    say(f"model    {source}")
+        emit("note     rounded to nearest: with rows (train_dataset_path) errors are carried on, which is better")
+    emit(f"model    {source}")
     groups = sorted({scheme.group for scheme in recipe.schemes if scheme.number == "int" and scheme.group})
     sizes = f" (groups of {groups[0]})" if groups else ""
-    say(f"quant    {quant}: {recipe.about}{sizes}; {'GPTQ' if compensate else 'rounded to nearest'}")
+    emit(f"quant    {quant}: {recipe.about}{sizes}; {'GPTQ' if compensate else 'rounded to nearest'}")
     calibrating: list[Batch] = []
     measuring: list[Batch] = []
     if rows_are_given(cfg):
@@ -128,7 +128,7 @@ def _quantised(cfg: RunConfig, source: Path, out: Path) -> RunResult:
         cfg.export.max_shard_size,
     )
     facts = quantise(job)
-    metrics = _tell(facts, out)
+    metrics = _print_result(facts, out)
     return RunResult(out, metrics, next_commands=[typed("chat", out)])
 
 
@@ -139,9 +139,9 @@ def _recipe(cfg: RunConfig, folder: ModelFolder) -> QuantRecipe:
 
 def _compensates(cfg: RunConfig, recipe: QuantRecipe) -> bool:
     """gptq or rtn; refused where rows are needed and not given."""
-    rows, asked = rows_are_given(cfg), cfg.quantize.quant_method
-    if not rows and (asked == "gptq" or recipe.needs_rows):
-        what = "gptq weighs errors by" if asked == "gptq" else f"{cfg.quantize.quant} stores the scales of"
+    rows, method = rows_are_given(cfg), cfg.quantize.quant_method
+    if not rows and (method == "gptq" or recipe.needs_rows):
+        what = "gptq weighs errors by" if method == "gptq" else f"{cfg.quantize.quant} stores the scales of"
         raise ConfigError(
             f"{what} the layers' inputs on real rows, and none are given",
             where="train_dataset_path",
@@ -149,18 +149,18 @@ def _compensates(cfg: RunConfig, recipe: QuantRecipe) -> bool:
             + ("; or quant_method=rtn" if not recipe.needs_rows else "; or quant=fp8_dynamic, which needs none"),
         )
     if recipe.rest.number == "nf4":
-        if asked == "gptq":
+        if method == "gptq":
             raise ConfigError("nf4 is rounded to nearest only", where="quant_method: gptq", fix="quant=w4a16 or mxfp4")
         return False
-    return rows if asked is None else asked == "gptq"
+    return rows if method is None else method == "gptq"
 
 
-def _tell(facts: dict[str, Any], out: Path) -> dict[str, float]:
+def _print_result(facts: dict[str, Any], out: Path) -> dict[str, float]:
     before, after, quality = facts["bytes_before"], facts["bytes_after"], facts["quality"]
     metrics: dict[str, float] = {"bytes_before": before, "bytes_after": after}
     if quality is not None:
         metrics |= {name: quality[name] for name in ("perplexity", "quantised_perplexity", "kl")}
-        say(
+        emit(
             f"quality  perplexity {quality['perplexity']:.4g} -> {quality['quantised_perplexity']:.4g}, KL "
             f"{quality['kl']:.4g} nats a token (on {quality['measured_on']})"
         )
@@ -168,9 +168,9 @@ def _tell(facts: dict[str, Any], out: Path) -> dict[str, float]:
         warn(f"expert {row['expert']} of layer {row['layer']} was calibrated on {row['used']} tokens only")
     if len(facts["starved"]) > 4:
         warn(f"and {len(facts['starved']) - 4} experts more: {HTML} names them; give more calibration_rows")
-    say(f"saved    {out} ({_size(after)}, {after / before:.0%} of {_size(before)})")
-    say(f"report   {out / HTML}")
-    say(paint(f"next     {typed('chat', out)}", "bold"))
+    emit(f"saved    {out} ({_size(after)}, {after / before:.0%} of {_size(before)})")
+    emit(f"report   {out / HTML}")
+    emit(paint(f"next     {typed('chat', out)}", "bold"))
     return metrics
 
 

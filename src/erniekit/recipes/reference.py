@@ -28,7 +28,7 @@ from erniekit.data.token_cache import PairSource
 from erniekit.data.types import Batch
 from erniekit.errors import DataError
 from erniekit.files.cache_folder import default_cache_dir
-from erniekit.log import say, warn
+from erniekit.log import emit, warn
 from erniekit.lora.adapters_off import adapters_off
 from erniekit.losses.dpo import pair_log_probs
 from erniekit.parallel.engine import Engine
@@ -101,12 +101,12 @@ def make_reference(
         policy.kept = True
         return policy
     if built.lora:
-        say("reference the model without its adapters")
+        emit("reference the model without its adapters")
         return policy
     other = frozen_copy(built, stage)
     if cfg.precision.compute_type == "fp8":  # its products are rounded as the policy's were at first
         scales_of(cfg, other, data.first_batch())
-    say("reference a second copy of the model, frozen")
+    emit("reference a second copy of the model, frozen")
     return Reference(other.engine, sum_over_cp, chunk, own=other)
 
 
@@ -119,10 +119,10 @@ def frozen_copy(built: Built, stage: TrainingStage, fill: Fill | None = None) ->
 
 
 class RefreshReference(Hook):
-    """Every so many steps the reference becomes what the policy is (ref_model_update_steps)."""
+    """Copies the policy into the reference at every interval of ref_model_update_steps."""
 
-    def __init__(self, theirs: Built, policy: Built, every: int, output: Path) -> None:
-        self.theirs, self.policy, self.every, self.output = theirs, policy, every, output
+    def __init__(self, reference: Built, policy: Built, every: int, output: Path) -> None:
+        self.reference, self.policy, self.every, self.output = reference, policy, every, output
 
     def on_start(self, trainer: Trainer) -> None:
         """A resumed run has the reference of the run that was stopped, where a checkpoint still holds it."""
@@ -132,8 +132,8 @@ class RefreshReference(Hook):
             return  # the model the run began with, which it is
         saved = self.output / f"checkpoint-{last}"
         if last < step and all(self.policy.world.gather(saved.is_dir())):
-            self.theirs.read_weights(saved)
-            say(f"reference the policy of step {last}, from {saved.name}")
+            self.reference.read_weights(saved)
+            emit(f"reference the policy of step {last}, from {saved.name}")
             return
         self._copy()
         if last < step:
@@ -151,8 +151,8 @@ class RefreshReference(Hook):
 
     @torch.no_grad()
     def _copy(self) -> None:
-        for (_, mine), (_, other) in zip(self.policy.parameters(), self.theirs.parameters()):
-            local(other).copy_(local(mine))
+        for (_, weight), (_, other) in zip(self.policy.parameters(), self.reference.parameters()):
+            local(other).copy_(local(weight))
 
 
 # --- computed once ---
@@ -166,7 +166,7 @@ def keep(cfg: RunConfig, built: Built, data: TrainData, policy: Reference) -> No
         folder = cache / _key(cfg, built, source)
         found = built.world.broadcast(_read(folder) if built.world.is_main else None)
         if found is None or found.shape != (len(source.lengths), 2):
-            say(f"reference log-probabilities of {Path(source.path).name}: computed once, kept in {cache}")
+            emit(f"reference log-probabilities of {Path(source.path).name}: computed once, kept in {cache}")
             found = _compute(cfg, built, data, source, policy)
             if built.world.is_main:
                 _write(folder, found)
@@ -200,7 +200,7 @@ def _write(folder: Path, values: np.ndarray) -> None:
 
 def _key(cfg: RunConfig, built: Built, source: PairSource) -> str:
     """Of the data's tokens, the model and how it computes."""
-    told = {
+    settings = {
         "version": cache_versions.REFERENCE,
         "data": source.fingerprint,
         "model": built.base,
@@ -208,7 +208,7 @@ def _key(cfg: RunConfig, built: Built, source: PairSource) -> str:
         "dtype": str(built.dtype),
         **({"frozen_base": f"{cfg.lora.frozen_base}, {cfg.lora.frozen_products}"} if cfg.lora.packed_base else {}),
     }
-    return hashlib.blake2b(json.dumps(told, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(json.dumps(settings, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
 def _compute(cfg: RunConfig, built: Built, data: TrainData, source: PairSource, policy: Reference) -> np.ndarray:
@@ -249,4 +249,4 @@ def _compare(built: Built, data: TrainData, policy: Reference) -> None:
             where="reference_logps: cached",
             fix="delete the folder `reference` in the cache, or use reference_logps: live",
         )
-    say(f"reference kept log-probabilities equal the live ones to {apart:.1e}")
+    emit(f"reference kept log-probabilities equal the live ones to {apart:.1e}")

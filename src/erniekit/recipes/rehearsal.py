@@ -1,4 +1,4 @@
-"""A recipe's step as one rank of its full layout: built and run for shapes alone, or for real on the device at hand.
+"""A recipe's step as one rank of its full layout: built and run for shapes only, or for real on the device at hand.
 
 Called by rehearse_command.py. The other ranks do not exist: rehearse/recorded_group.py answers for them. What they
 read is made up (rehearsed_batches.py); weights are not read.
@@ -27,7 +27,7 @@ from erniekit.parallel.apply import sharding_of
 from erniekit.parallel.memory import give_memory
 from erniekit.parallel.mesh import Layout, World
 from erniekit.parallel.world import check_named_islands
-from erniekit.recipes import distillation, expert_layers, models_beside, planning, stage_of
+from erniekit.recipes import distillation, expert_layers, other_models, planning, stage_of
 from erniekit.recipes.build import build
 from erniekit.recipes.built import Built
 from erniekit.recipes.dpo import sum_over_cp
@@ -73,7 +73,7 @@ def prepare(cfg: RunConfig, layout: Layout, folder: Path, micro_batches: int = 0
         raise PlanError(
             f"{cfg.model.model_name_or_path} does not see: its config has no vision_config",
             where=cfg.origin("model_name_or_path"),
-            fix="stage: SFT, or a model that sees, such as baidu/ERNIE-4.5-VL-28B-A3B-Paddle",
+            fix="stage: SFT, or a vision-language model, such as baidu/ERNIE-4.5-VL-28B-A3B-Paddle",
         )
     if own is None:
         (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
@@ -102,7 +102,7 @@ def plan_for(rehearsal: Rehearsal, rank: int, device: Device) -> RunPlan:
 
 
 def no_card() -> Device:
-    """Stands for a card of the cluster: how much memory this machine has says nothing about it."""
+    """Stands for a card of the cluster, which may have more or less memory than this machine."""
     return replace(pick("cpu"), total_memory=0)
 
 
@@ -158,15 +158,15 @@ def built_for(rehearsal: Rehearsal, rank: int, device: Device) -> tuple[Built, T
     cfg = plan.config
     built = build(plan, stage_of(cfg), fill=without_values)
     optimizer = make_optimizer(cfg, built)
-    means, prepare = cfg.compat.mean_of_micro_batch_means, beside(built, stage_of(cfg))
+    means, prepare = cfg.compat.mean_of_micro_batch_means, prepare_other_models(built, stage_of(cfg))
     schedule = make_schedule(cfg, 10)
     return built, TrainStep(built.engine, optimizer, schedule, cfg.optim.max_grad_norm, means, prepare=prepare)
 
 
-def beside(built: Built, stage: TrainingStage) -> Prepare | None:
+def prepare_other_models(built: Built, stage: TrainingStage) -> Prepare | None:
     """The other models of a run, and what they compute before a step: a live reference, KTO's baseline, a teacher."""
     cfg = built.plan.config
-    if (config := models_beside.teacher_of(cfg)) is not None:
+    if (config := other_models.teacher_of(cfg)) is not None:
         spec = MODELS.get(config.family)
         with torch.device("meta"):
             teacher = spec.cast(spec.build(config), built.dtype)
@@ -179,7 +179,7 @@ def beside(built: Built, stage: TrainingStage) -> Prepare | None:
         return None
     summed, chunk = sum_over_cp(built.world), cfg.memory.loss_subbatch_seqlen
     reference = Reference(built.engine, summed, chunk, partial(adapters_off, built.engine.parts))
-    if models_beside.live_copy(cfg):
+    if other_models.live_copy(cfg):
         other = frozen_copy(built, stage, without_values)
         reference = Reference(other.engine, summed, chunk, own=other)
     reference.kept = cfg.dpo.reference_logps == "cached"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from erniekit.config import RunConfig, load
 from erniekit.errors import ConfigError, PlanError
-from erniekit.log import say
+from erniekit.log import emit
 
 if TYPE_CHECKING:
     from erniekit.devices.base import Device
@@ -28,17 +28,17 @@ FLAGS = ("--every-rank", "--json")
 
 def rehearse_command(args: list[str]) -> int:
     began = time.perf_counter()
-    words, numbers, flags = _options(args)
-    cfg = load(words, "train")
+    arguments, numbers, flags = _options(args)
+    cfg = load(arguments, "train")
     if "--shrunken" in numbers:
         from erniekit.recipes.shrunken import train_shrunken
 
-        return train_shrunken(cfg, words, numbers["--shrunken"])
+        return train_shrunken(cfg, arguments, numbers["--shrunken"])
     layout = layout_on(cfg, numbers.get("--ranks"))
     quiet = "--json" in flags
     if not quiet:
         what = ", ".join(cfg.files) or cfg.model.model_name_or_path
-        say(f"rehearse {what} on {layout.size} ranks: {layout.describe()}")
+        emit(f"rehearse {what} on {layout.size} ranks: {layout.describe()}")
     with tempfile.TemporaryDirectory(prefix="erniekit-rehearse-") as folder:
         from erniekit.recipes import rehearsal
 
@@ -81,7 +81,7 @@ def _all_ranks(job: Rehearsal, every: bool, quiet: bool) -> dict[str, Any]:
     alike = [[rank] for rank in range(layout.size)] if every else kinds(layout, shapes_of(job))
     if not quiet:
         of = max(1, job.config.train.gradient_accumulation_steps)
-        say(f"kinds    {len(alike)} among {layout.size} ranks; {job.micro_batches} of {of} micro-batches")
+        emit(f"kinds    {len(alike)} among {layout.size} ranks; {job.micro_batches} of {of} micro-batches")
     recorded, findings = record_all(job, [group[0] for group in alike], quiet)
     calls = messages = groups = 0
     if not findings:
@@ -93,12 +93,12 @@ def _all_ranks(job: Rehearsal, every: bool, quiet: bool) -> dict[str, Any]:
         messages = sum(call.op in P2P for call in made)
         calls, groups = len(made) - messages, len({call.group for call in made})
     if not quiet:
-        say(f"calls    {calls:,} to collectives and {messages:,} messages in {groups} groups")
+        emit(f"calls    {calls:,} to collectives and {messages:,} messages in {groups} groups")
         for finding in findings:
             for k, line in enumerate(finding.text()):
-                say(f"{'fault' if k == 0 else '':<9}{line}")
+                emit(f"{'fault' if k == 0 else '':<9}{line}")
         if not findings:
-            say("result   all ranks' calls match, and none waits for ever")
+            emit("result   all ranks' calls match, and none waits for ever")
     return {
         "ranks": layout.size,
         "layout": layout.describe(),
@@ -132,15 +132,15 @@ def _one_rank(job: Rehearsal, rank: int, quiet: bool) -> dict[str, Any]:
     try:
         found = measured(job, rank, device)
     except torch.OutOfMemoryError:
-        told = f"{device.peak_allocated() / GIB:.0f} GiB were allocated when it ran out, {planned / GIB:.0f} planned"
-        raise _too_large(job, rank, device, told) from None
+        reason = f"{device.peak_allocated() / GIB:.0f} GiB were allocated when it ran out, {planned / GIB:.0f} planned"
+        raise _too_large(job, rank, device, reason) from None
     seconds = plan.seconds * (1 - plan.bubble) * job.micro_batches / max(1, plan.micro_batches)
     known = card_of(device) is not None
     if not quiet:
         peak = f"{found.peak / GIB:.1f} GiB at the most" if found.peak else f"{device.name} does not count its memory"
-        say(f"memory   rank {rank}: {peak}; {planned / GIB:.1f} GiB planned")
+        emit(f"memory   rank {rank}: {peak}; {planned / GIB:.1f} GiB planned")
         rates = f"{seconds:.2f} s planned" if known else "no plan: rates of this device are not known"
-        say(f"time     {found.seconds:.2f} s a step of {job.micro_batches} micro-batches, nothing sent; {rates}")
+        emit(f"time     {found.seconds:.2f} s a step of {job.micro_batches} micro-batches, nothing sent; {rates}")
     return {
         "rank": rank,
         "device": device.name,
@@ -162,12 +162,12 @@ def _too_large(job: Rehearsal, rank: int, device: Device, why: str) -> PlanError
 
 
 def _options(args: list[str]) -> tuple[list[str], dict[str, int], set[str]]:
-    """(words for the config, our numbers, our flags)."""
-    words: list[str] = []
+    """(arguments of the config, our numbers, our flags)."""
+    arguments: list[str] = []
     numbers: dict[str, int] = {}
     flags, rest = set(), iter(args)
-    for word in rest:
-        name, equals, value = word.partition("=")
+    for argument in rest:
+        name, equals, value = argument.partition("=")
         name = name.replace("_", "-") if name.startswith("--") else name
         if name in FLAGS:
             flags.add(name)
@@ -181,5 +181,5 @@ def _options(args: list[str]) -> tuple[list[str], dict[str, int], set[str]]:
                 raise ConfigError(what, where="erniekit rehearse", fix=f"at most {most:,}")
             numbers[name] = number
         else:
-            words.append(word)
-    return words, numbers, flags
+            arguments.append(argument)
+    return arguments, numbers, flags

@@ -1,7 +1,7 @@
 """Micro-batches of a rehearsal: rows as full as the recipe lets them be, of tokens without meaning. For rehearsal.py.
 
-A model that sees is shown pictures and videos in one micro-batch and text alone in the next; ranks that read packs of
-their own take turns, so that at any time some see and others do not.
+A vision-language model gets pictures and videos in one micro-batch and only text in the next; ranks that read packs of
+their own take turns, so that at any time some have pictures and others do not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from erniekit.data.unpaired import UnpairedSample
 from erniekit.data.unpaired_collate import collate_unpaired
 from erniekit.models.config import VisionShape
 from erniekit.parallel.mesh import Layout
-from erniekit.recipes.models_beside import live_reference
+from erniekit.recipes.other_models import live_reference
 from erniekit.recipes.run_plan import RunPlan
 
 MOST_TOKENS = 1024  # of a picture: 896 x 896 pixels where 28 x 28 are a token
@@ -50,7 +50,7 @@ def batch_for(plan: RunPlan, number: int) -> Batch:
     vision = plan.folder.config.vision
     if cfg.train.stage != "VL-SFT" or vision is None:
         return batch
-    batch = replace(batch, positions=batch.positions[..., None].repeat(1, 1, 3), beside_pictures=0)
+    batch = replace(batch, positions=batch.positions[..., None].repeat(1, 1, 3), picture_labels=0)
     if (number + first_seen(cfg, layout, plan.world.rank)) % 2:
         return batch
     return _shown(batch, layout, vision, decodes=plan.world.at["pp"] == 0)
@@ -58,7 +58,7 @@ def batch_for(plan: RunPlan, number: int) -> Batch:
 
 def first_seen(cfg: RunConfig, layout: Layout, rank: int) -> int:
     """0 on ranks whose first micro-batch has pictures, 1 on those whose second has. Ranks that read the same packs, or
-    send each other tokens for their experts, are alike: what others would send is taken from what this one has."""
+    exchange tokens for their experts, are the same: what others would send is taken from what this one has."""
     apart = cfg.train.stage == "VL-SFT" and not layout.experts_over_data
     return layout.data_rank(rank) % 2 if apart else 0
 
@@ -108,7 +108,7 @@ def _shown(batch: Batch, layout: Layout, shape: VisionShape, decodes: bool) -> B
         batch,
         labels=labels.view(rows, length),
         num_label_tokens=trained,
-        beside_pictures=trained,
+        picture_labels=trained,
         modality=modality.view(rows, length),
         vision=Vision(patches, grids, places),
     )

@@ -1,4 +1,4 @@
-"""Many ranks recorded beside each other, a process for each core; one bar for all. For rehearse_command.py."""
+"""Many ranks recorded in parallel, a process for each core; one bar for all. For rehearse_command.py."""
 
 from __future__ import annotations
 
@@ -58,13 +58,15 @@ def _each(job: Rehearsal, ranks: Sequence[int]) -> Iterator[tuple[int, Trace | M
 def attempt(job: Rehearsal, rank: int) -> Trace | Mismatch:
     """A refusal is the user's to read; any other error is what this rank would stop with."""
     try:
-        with redirect_stdout(io.StringIO()):  # the notes of a plan: the command has said them
+        with redirect_stdout(io.StringIO()):  # the notes of a plan: the command has printed them
             return recorded(job, rank)
     except ErnieKitError:
         raise
     except Exception as error:
-        ours = [f for f in traceback.extract_tb(error.__traceback__) if "/erniekit/" in f.filename]
-        where = f"{ours[-1].filename.rpartition('/erniekit/')[2]}:{ours[-1].lineno}" if ours else "an unknown line"
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if "/erniekit/" in f.filename]
+        where = (
+            f"{frames[-1].filename.rpartition('/erniekit/')[2]}:{frames[-1].lineno}" if frames else "an unknown line"
+        )
         what = str(error).splitlines()[0] if str(error) else ""
         return Mismatch((rank,), f"rank {rank} stops: {type(error).__name__}: {what}", (f"at {where}",))
 

@@ -22,7 +22,7 @@ from erniekit.config.recipe_text import recipe_lines
 from erniekit.config.run import stored_value
 from erniekit.files import own, settle
 from erniekit.files.record import NotOurs
-from erniekit.log import say, without_secrets
+from erniekit.log import emit, without_secrets
 from erniekit.printable import plain
 from erniekit.track.atomic import write_text
 from erniekit.version import __version__
@@ -41,7 +41,7 @@ def write_recipe(output: Path, cfg: RunConfig, command: Sequence[str]) -> None:
     try:
         path = own(output / RECIPE)
     except NotOurs:  # a recipe of the user's, kept where the run is
-        say(f"note     {output / RECIPE} is yours and stays; the keys of this run are in run.json")
+        emit(f"note     {output / RECIPE} is yours and stays; the keys of this run are in run.json")
         return
     write_text(path, "\n".join(recipe_of(cfg, command)) + "\n")
     settle(path)

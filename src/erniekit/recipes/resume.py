@@ -19,10 +19,10 @@ from erniekit.checkpoint.state import TrainState
 from erniekit.config import RunConfig
 from erniekit.data import cache_versions
 from erniekit.errors import CheckpointError, ConfigError
-from erniekit.log import say, warn
+from erniekit.log import emit, warn
 from erniekit.parallel.mesh import World
 from erniekit.recipes import extend
-from erniekit.recipes.changed_words import BASE, MODEL_CONFIG, TRAIN_DATA, changed_words
+from erniekit.recipes.changes import BASE, MODEL_CONFIG, TRAIN_DATA, describe_changes
 from erniekit.recipes.datasets import TrainData
 from erniekit.train.save import Saver
 
@@ -31,7 +31,7 @@ DEALT = ("batch_size", "per_device_train_batch_size", "gradient_accumulation_ste
 
 @dataclass(frozen=True)
 class Disks:
-    """Whether all nodes see one output folder; `without`: a rank of each node that does not see rank 0's."""
+    """Whether all nodes share one output folder; `without`: a rank of each node that does not have rank 0's."""
 
     output: Path
     without: list[int]
@@ -46,19 +46,19 @@ def look_at_disks(output: Path, world: World) -> Disks:
 
 
 def find(cfg: RunConfig, manager: CheckpointManager, world: World, disks: Disks, launch: str = "") -> Path | None:
-    """The folder asked for, or the newest good checkpoint of output_dir, on every node; None starts afresh.
+    """The requested folder, or the newest good checkpoint of output_dir, on every node; None starts afresh.
 
     launch: of the command this process belongs to. Once it has saved, a restart goes on from what it saved last:
     resume_from_checkpoint and overwrite_output_dir said where the command begins.
     """
-    asked = cfg.checkpoint.resume_from_checkpoint
-    named = asked if asked and str(asked).lower() not in ("true", "false", "none") else None
+    requested = cfg.checkpoint.resume_from_checkpoint
+    named = requested if requested and str(requested).lower() not in ("true", "false", "none") else None
     afresh = not named and cfg.checkpoint.overwrite_output_dir
 
     def here() -> Path | None:
         if launch and (named or afresh) and (own := manager.latest_good(launch)) is not None:
             key = "resume_from_checkpoint" if named else "overwrite_output_dir"
-            say(f"note     a restart of this run: {key} took effect when it began; it resumes from {own.name}")
+            emit(f"note     a restart of this run: {key} took effect when it began; it resumes from {own.name}")
             return own
         if afresh:
             return None
@@ -84,8 +84,8 @@ def begin(saver: Saver, point: Path | None, disks: Disks) -> None:
 
 def on_every_disk(work: Callable[[], None], world: World, disks: Disks) -> None:
     """Once for each output folder there is; all ranks call it, and a failure is every rank's."""
-    mine = world.is_main or world.rank in disks.without
-    together(work if mine else lambda: None, world.control)
+    writes = world.is_main or world.rank in disks.without
+    together(work if writes else lambda: None, world.control)
 
 
 def same_everywhere(look: Callable[[], Path | None], world: World, disks: Disks) -> Path | None:
@@ -116,19 +116,19 @@ def check_promises(cfg: RunConfig, point: Path | None, promise: dict[str, Any], 
     saved, _ = states.load(point)
     old, new = saved.promise, promise
     if unknown := [key for key in new if key not in old]:
-        say(f"note     {point.name} is of another version, and these could not be compared: {', '.join(unknown)}")
+        emit(f"note     {point.name} is of another version, and these could not be compared: {', '.join(unknown)}")
     then, now = old.get("max_steps", data.max_steps), data.max_steps
     apart = {"max_steps"}  # compared below: more of them need not change anything
     if not cfg.given("decay_steps") and old.get("decay_steps") in (None, then):
         apart.add("decay_steps")  # which is max_steps, then and now
     compared = {key: value for key, value in new.items() if key not in apart}
-    changed = changed_words(old, compared, cfg.data.train_dataset_path)
+    changed = describe_changes(old, compared, cfg.data.train_dataset_path)
     if then < now and not changed and not cfg.checkpoint.override_resume:
         extend.check(cfg, point.name, then, now, saved.step)
     elif then != now and not extend.same_so_far(cfg, then, now, saved.step):
         changed.append(f"max_steps: {then} -> {now}")
     if not changed:
-        _tell_rewritten(saved.written, data)
+        _print_rewritten(saved.written, data)
         return
     if saved.step >= now and point.parent.resolve() == Path(cfg.train.output_dir or "output").expanduser().resolve():
         raise ConfigError(
@@ -137,7 +137,7 @@ def check_promises(cfg: RunConfig, point: Path | None, promise: dict[str, Any], 
             fix="put them back, raise max_steps to train on, or choose another output_dir",
         )
     if cfg.checkpoint.override_resume:
-        warn(f"resuming {point.name} with other settings, as override_resume asks: {'; '.join(changed)}")
+        warn(f"resuming {point.name} with other settings, as set by override_resume: {'; '.join(changed)}")
         return
     raise ConfigError(
         f"{point.name} was trained with other settings, so going on would not be the same run",
@@ -146,7 +146,7 @@ def check_promises(cfg: RunConfig, point: Path | None, promise: dict[str, Any], 
     )
 
 
-def _tell_rewritten(saved: dict[str, int], data: TrainData) -> None:
+def _print_rewritten(saved: dict[str, int], data: TrainData) -> None:
     for name, when in data.written().items():
         if saved.get(name, when) != when:
             warn(
@@ -161,7 +161,7 @@ def restore(cfg: RunConfig, saver: Saver, point: Path | None, data: TrainData, p
         saver.with_optimizer = saver.with_optimizer and not cfg.checkpoint.ignore_load_lr_and_optim
         state, verdict = saver.restore(point)
         saver.with_optimizer = not cfg.checkpoint.ignore_save_lr_and_optim
-        if saver.weights_alone and state.step < data.max_steps and not cfg.checkpoint.ignore_load_lr_and_optim:
+        if saver.weights_only and state.step < data.max_steps and not cfg.checkpoint.ignore_load_lr_and_optim:
             raise CheckpointError(
                 f"{point.name} holds only weights: its run ended with save_strategy: no",
                 where=str(point),
@@ -169,9 +169,9 @@ def restore(cfg: RunConfig, saver: Saver, point: Path | None, data: TrainData, p
                 "keeps them with ignore_save_lr_and_optim: False, or another save_strategy",
             )
         proof = f"; {verdict.line()}" if verdict else ""
-        say(f"resume   {point} at step {state.step} of {data.max_steps}{proof}")
+        emit(f"resume   {point} at step {state.step} of {data.max_steps}{proof}")
         if state.step >= data.max_steps:
-            say(f"note     this run is finished; to train on, {extend.advice(cfg, data.max_steps)}")
+            emit(f"note     this run is finished; to train on, {extend.advice(cfg, data.max_steps)}")
         if state.best_step is not None and cfg.checkpoint.load_best_model_at_end:
             protect_best(saver, state)
         saver.last_saved = state.step

@@ -35,7 +35,7 @@ def run_train(
     session: Session | None = None,
 ) -> RunResult:
     """launch: see recipes/training.py. begun: the launcher of this rank has printed the first line. session: what a
-    Python session brings beside keys."""
+    Python session adds to the keys."""
     begin(cfg, begun)
     from erniekit.recipes.training import train
 
@@ -43,7 +43,7 @@ def run_train(
 
 
 def check_world(cfg: RunConfig, ranks: int) -> None:
-    """Before any rank is started: whether the run can be spread over so many."""
+    """Before any rank is started: whether the run can be spread over this number."""
     from erniekit.parallel.mesh import fit
     from erniekit.parallel.world import check_ranks_of_islands, check_schedule, layout_of
 
@@ -106,13 +106,13 @@ def run(command: str, *args: Any, **keys: Any) -> RunResult:
     `run("eval", "out", eval_dataset_path="rows.jsonl")` gives a RunResult with output_dir, metrics, steps and
     next_commands.
 
-    args: recipes or words as on the command line
+    args: recipes or arguments as on the command line
     keys: any key of the command
     """
     from erniekit.export.split import run_split
     from erniekit.recipes.quantize import run_quantize
 
-    words = [str(a) for a in args] + [f"{k}={v}" for k, v in keys.items()]
+    arguments = [str(a) for a in args] + [f"{k}={v}" for k, v in keys.items()]
     table: dict[str, Callable[..., RunResult]] = {
         "train": run_train,
         "eval": run_eval,
@@ -122,4 +122,4 @@ def run(command: str, *args: Any, **keys: Any) -> RunResult:
     }
     if command not in table:
         raise ConfigError(f"{command!r} is not a command that run() has", where="run", fix="one of " + ", ".join(table))
-    return table[command](load(words, command), ["erniekit", command, *words])
+    return table[command](load(arguments, command), ["erniekit", command, *arguments])

@@ -23,7 +23,7 @@ from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.devices import pick
 from erniekit.devices.base import Device
 from erniekit.errors import CheckpointError, DeviceError
-from erniekit.log import say
+from erniekit.log import emit
 from erniekit.lora.adapter_files import is_adapter
 from erniekit.lora.base import trained_on
 from erniekit.lora.frozen_base import check as check_frozen_base
@@ -101,16 +101,16 @@ class RunPlan(DevicePlan):
 
     @property
     def tokenizer_folder(self) -> Path:
-        """Whose files go beside the weights: what trained is what serves."""
+        """Whose files are saved with the weights: what trained is what serves."""
         name = self.config.model.tokenizer_name
         return Path(name).expanduser() if name else self.folder.path
 
 
-def plan_run(cfg: RunConfig, alone: bool = False) -> RunPlan:
-    """Opens device, ranks and model and decides. alone: in this process, however many ranks the layout asks for."""
+def plan_run(cfg: RunConfig, one_process: bool = False) -> RunPlan:
+    """Opens device, ranks and model and decides. one_process: in this process, however many ranks the layout has."""
     opened = open_device(cfg)
     cfg, device = opened.config, opened.device
-    if alone:
+    if one_process:
         world = World(device_type=device.type)
     else:
         world = open_world(cfg.parallel, device, cfg.moe.moe_group, cfg.launch.ranks_per_device)
@@ -121,11 +121,11 @@ def plan_run(cfg: RunConfig, alone: bool = False) -> RunPlan:
 
 
 def open_device(cfg: RunConfig) -> DevicePlan:
-    """This machine's device, seeded; and fp32 where the device is slow at bf16 and bf16 was not asked for."""
+    """This machine's device, seeded; and fp32 where the device is slow at bf16 and bf16 was not requested."""
     device = pick(device_here(cfg.parallel.islands, cfg.train.device), cfg.train.no_cuda)
     each = cfg.launch.ranks_per_device
     if each > 1 and device.vendor == "cpu":
-        say(f"note     {Note('ranks_per_device', each, each, 'without effect: on a CPU nproc_per_node sets it')}")
+        emit(f"note     {Note('ranks_per_device', each, each, 'without effect: on a CPU nproc_per_node sets it')}")
     elif each > 1:
         device = device.share(int(os.environ.get("RANK", "0")), each)
     kind = cfg.precision.compute_type
@@ -140,16 +140,16 @@ def open_device(cfg: RunConfig) -> DevicePlan:
         base = f" with frozen_base: {cfg.lora.frozen_base}" if kind in PACKED else ""
         otherwise = f"; write compute_type: bf16{base} to have it" if cfg.train.do_train or not base else ""
         note = Note("compute_type", kind, "fp32", slow + ("" if why else otherwise))
-        say(f"note     {note}")
+        emit(f"note     {note}")
         flag = Note("bf16", cfg.precision.bf16, False, "compute_type is fp32", quiet=True)
-        cfg = cfg.derive(replace(note, quiet=True), flag)  # said already, whatever command it is
+        cfg = cfg.derive(replace(note, quiet=True), flag)  # printed already, whatever command it is
     if not device.fast_bf16 and cfg.precision.compute_type == "fp8" and not cfg.given("bf16"):
         note = Note("bf16", True, False, f"{slow}: what is not fp8 is fp32")
-        say(f"note     {note}")
+        emit(f"note     {note}")
         cfg = cfg.derive(replace(note, quiet=True))
     if cfg.train.do_train and cfg.optim.master_weights != "fp32" and not cfg.precision.bf16:
         note = Note("master_weights", cfg.optim.master_weights, "fp32", FP32_MASTERS)
-        say(f"note     {note}")
+        emit(f"note     {note}")
         cfg = cfg.derive(replace(note, quiet=True))
     device.reset_peak()
     if cfg.train.deterministic:
@@ -164,7 +164,7 @@ def in_16_bits(cfg: RunConfig) -> RunConfig:
     if kind in (BF16, "fp32"):
         return cfg
     note = Note("compute_type", kind, BF16, "layers are computed in bf16 or fp32 while weights are quantised")
-    say(f"note     {note}")
+    emit(f"note     {note}")
     return cfg.derive(
         replace(note, quiet=True), Note("bf16", cfg.precision.bf16, True, "compute_type is bf16", quiet=True)
     )
@@ -229,7 +229,7 @@ def decide(cfg: RunConfig, device: Device, world: World, folder: ModelFolder) ->
 
 
 def _without_exact_weights(cfg: RunConfig) -> RunConfig:
-    """What the rules said of products counts on experts, whose weights alone are exact in fp8."""
+    """What the rules set for products counts on experts: only their weights are exact in fp8."""
     cfg = replace(cfg, notes=tuple(note for note in cfg.notes if note.key != "frozen_products"))
     if cfg.lora.frozen_products == BF16:
         return cfg
@@ -240,16 +240,16 @@ def _without_exact_weights(cfg: RunConfig) -> RunConfig:
 
 def _refuse_oversized(cfg: RunConfig, folder: ModelFolder, device: Device, world: World) -> None:
     """A model from scratch has no weight files whose sizes could contradict its config.json: memory is what bounds it.
-    Counted are its weights alone as they are stored, spread over all ranks: a model above that cannot be trained at
+    Only its weights are counted, as they are stored, spread over all ranks: a model above that cannot be trained at
     all. Packed weights may wait in host memory as well."""
     count, base = folder.config.parameters(), memory_decisions.base_of(cfg)
     each = weight_bytes(folder.config, base) / world.size
     has = device.total_memory or 0
-    room = has + (0 if base == BF16 else pick("cpu").total_memory or 0)
-    if has and each > room:
+    available = has + (0 if base == BF16 else pick("cpu").total_memory or 0)
+    if has and each > available:
         raise DeviceError(
             f"config.json describes a model of {count:,} parameters: {each / 2**30:,.0f} GiB of weights for each of "
-            f"{world.size} ranks, which have {room / 2**30:,.0f} GiB",
+            f"{world.size} ranks, which have {available / 2**30:,.0f} GiB",
             where=str(folder.path / "config.json"),
             fix="check its sizes (num_hidden_layers, hidden_size, vocab_size, ...), or use more devices",
         )

@@ -16,7 +16,7 @@ from erniekit.kernels import broken, cudnn_packed, flash4
 from erniekit.kernels.available import installed
 from erniekit.kernels.packed_attention import faster_attention
 from erniekit.kernels.selection import Choice
-from erniekit.log import say
+from erniekit.log import emit
 from erniekit.lora.coverage import coverage, coverage_table
 from erniekit.printable import counted
 from erniekit.recipes import kernel_table, repeat, trained_weights
@@ -42,24 +42,24 @@ def show_plan(plan: RunPlan) -> None:
     if plan.lora:
         kind = "DoRA" if plan.lora.dora else "LoRA by PiSSA" if plan.lora.pissa else "LoRA"
         how = f"{kind} rank {cfg.lora.lora_rank}, alpha {cfg.lora.lora_alpha}"
-    say(f"run      {how}, {cfg.precision.compute_type}, {device.name}")
+    emit(f"run      {how}, {cfg.precision.compute_type}, {device.name}")
     if plan.lora and cfg.lora.lora_path:
         own = f"rank {cfg.lora.lora_rank} and alpha {cfg.lora.lora_alpha} are its own"
-        say(f"adapter  training continues from {cfg.lora.lora_path[0]}; {own}")
+        emit(f"adapter  training continues from {cfg.lora.lora_path[0]}; {own}")
     layout = "Paddle" if folder.layout == "paddle" else "HF"
     weights = f"{short(c.parameters())} weights"
     if c.moe is not None:
         weights += f", {short(c.active_parameters())} of them used per token"
-    say(f"model    {folder.path} ({c.family}, {weights}, {c.num_layers} layers, {layout} layout)")
+    emit(f"model    {folder.path} ({c.family}, {weights}, {c.num_layers} layers, {layout} layout)")
     if world.size > 1:
-        say(f"layout   {world.size} ranks: {world.layout.describe()}")
+        emit(f"layout   {world.size} ranks: {world.layout.describe()}")
     notes = [note for note in cfg.notes if not note.quiet]
     for note in notes[:SHOWN_NOTES]:
-        say(f"note     {note}")
+        emit(f"note     {note}")
     if len(notes) > SHOWN_NOTES:
-        say(f"note     and {len(notes) - SHOWN_NOTES} more: `erniekit config` shows all")
+        emit(f"note     and {len(notes) - SHOWN_NOTES} more: `erniekit config` shows all")
     if (card := device.capability()) and (hint := _faster(card)):
-        say(f"note     {hint}")
+        emit(f"note     {hint}")
 
 
 def _faster(card: tuple[int, int]) -> str | None:
@@ -70,49 +70,49 @@ def show_data(data: TrainData) -> None:
     for label, sources in (("data", data.sources), ("eval", data.evaluation)):
         lines = [line for source in sources for line in source.report.lines()]
         for k, line in enumerate(lines + total_lines([s.report for s in sources])):
-            say(f"{label if k == 0 else '':<9}{line}")
+            emit(f"{label if k == 0 else '':<9}{line}")
     amount = f"{counted(data.max_steps, 'step')}, {counted(data.packs_per_step, 'sequence')} each"
     if data.is_streamed:
-        say(f"train    {amount}; rows are read on while it trains (streaming)")
+        emit(f"train    {amount}; rows are read on while it trains (streaming)")
         return
     fill = sum(s.report.tokens for s in data.sources) / max(1, data.packs_per_epoch * data.stream.max_seq_len)
-    say(
+    emit(
         f"train    {amount}; "
         f"{counted(data.packs_per_epoch, 'sequence')} of {data.stream.max_seq_len:,} tokens per epoch, "
         f"{100 * min(fill, 1):.0f} % filled"
     )
     if isinstance(data.stream, StagedPacks):
         steps = [(pack // data.packs_per_step + 1, shares) for pack, shares in data.stream.stages]
-        say("mix      " + "; ".join(f"from step {n:,}: {'/'.join(f'{s:g}' for s in shares)}" for n, shares in steps))
+        emit("mix      " + "; ".join(f"from step {n:,}: {'/'.join(f'{s:g}' for s in shares)}" for n, shares in steps))
     if data.lengths:
         each = ", ".join(f"{length:,}" for length in data.lengths)
-        say(f"rows     joined, padded to {each} tokens: {data.padded_share:.1%} padding (length_buckets)")
+        emit(f"rows     joined, padded to {each} tokens: {data.padded_share:.1%} padding (length_buckets)")
 
 
 def show_saves(cfg: RunConfig, data: TrainData) -> None:
     minutes = minutes_between_saves(cfg)
     when = [f"every {data.save_every:,} steps"] if 0 < data.save_every < data.max_steps else []
     when += [f"every {minutes:g} minutes (save_minutes)"] if minutes else []
-    say(f"saves    {', '.join([*when, 'at the end'])}")
+    emit(f"saves    {', '.join([*when, 'at the end'])}")
 
 
 def show_coverage(built: Built) -> list[Any]:
     if built.plan.config.tuning.partial and not built.lora:
-        say(f"train    {trained_weights.described(built.plan.config, built.whole)}")
+        emit(f"train    {trained_weights.described(built.plan.config, built.whole)}")
         return [{"group": "chosen weights", "trainable": built.trainable(), "total": built.total()}]
     if not built.lora:
         resting = built.folder.config.mtp_layers and not built.mtp_tokens
         but = " but the layers that predict further tokens: num_nextn_predict_layers trains those" if resting else ""
-        say(f"train    all {built.trainable():,} weights{but}")
+        emit(f"train    all {built.trainable():,} weights{but}")
         return [{"group": "all weights", "trainable": built.trainable(), "total": built.total()}]
     for k, line in enumerate(coverage_table(built.whole).splitlines()):
-        say(f"{'train' if k == 0 else '':<9}{line.removeprefix('  ')}")
+        emit(f"{'train' if k == 0 else '':<9}{line.removeprefix('  ')}")
     return [vars(row) for row in coverage(built.whole)]
 
 
 def show_kernels(table: list[Choice]) -> None:
     for k, line in enumerate(kernel_table.lines(table)):
-        say(f"{'kernels' if k == 0 else '':<9}{line}")
+        emit(f"{'kernels' if k == 0 else '':<9}{line}")
 
 
 def data_facts(data: TrainData) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from erniekit.data import sealed
 from erniekit.errors import ConfigError
 from erniekit.log import warn
 from erniekit.parallel.mesh import World
-from erniekit.recipes.changed_words import ADAPTER, BASE, CONTENTS, content_letters
+from erniekit.recipes.changes import ADAPTER, BASE, CONTENTS, content_letters
 from erniekit.version import __version__
 
 # A node's own: where it keeps its files (their contents are compared later), what it logs, how long it waits.
@@ -47,11 +47,11 @@ def check_settings(cfg: RunConfig, world: World) -> None:
         return
     shared = [name for name, k in KEYS.items() if k.section not in OWN_SECTIONS and name not in OWN_KEYS]
     values = cfg.to_dict()["values"]
-    told = {name: values[name] for name in shared}
-    asked = str(cfg.checkpoint.resume_from_checkpoint or "").lower()
-    told["resume_from_checkpoint given"] = asked not in ("", "true", "false", "none")
-    told["erniekit version"] = __version__
-    _compare(told, world)
+    settings = {name: values[name] for name in shared}
+    resume = str(cfg.checkpoint.resume_from_checkpoint or "").lower()
+    settings["resume_from_checkpoint given"] = resume not in ("", "true", "false", "none")
+    settings["erniekit version"] = __version__
+    _compare(settings, world)
     versions = world.gather((platform.node(), torch.__version__))
     if len({version for _, version in versions}) > 1:
         named = ", ".join(f"{version} on {host}" for host, version in sorted(set(versions)))
@@ -70,20 +70,20 @@ def _adapters(folders: Sequence[str]) -> list[str]:
     out = []
     for folder in (Path(folder).expanduser() for folder in folders):
         files = sorted(p for p in folder.glob("*") if p.name.endswith((".safetensors", "config.json")))
-        told = json.dumps({path.name: sealed.record(path) for path in files})
-        out.append(hashlib.blake2b(told.encode(), digest_size=16).hexdigest())
+        settings = json.dumps({path.name: sealed.record(path) for path in files})
+        out.append(hashlib.blake2b(settings.encode(), digest_size=16).hexdigest())
     return out
 
 
-def _compare(told: Mapping[str, Any], world: World) -> None:
-    """A digest first; the values travel only when it differs. Every rank raises the same words."""
-    mine = {name: json.dumps(value, sort_keys=True, default=str) for name, value in told.items()}
-    digest = hashlib.blake2b(json.dumps(mine, sort_keys=True).encode(), digest_size=16).hexdigest()
+def _compare(settings: Mapping[str, Any], world: World) -> None:
+    """A digest first; the values are sent only when it differs. Every rank raises the same message."""
+    encoded = {name: json.dumps(value, sort_keys=True, default=str) for name, value in settings.items()}
+    digest = hashlib.blake2b(json.dumps(encoded, sort_keys=True).encode(), digest_size=16).hexdigest()
     if len(set(world.gather(digest))) == 1:
         return
-    everyone: list[tuple[str, dict[str, str]]] = world.gather((platform.node(), mine))
-    names = list(dict.fromkeys(name for _, theirs in everyone for name in theirs))
-    differing = [name for name in names if len({theirs.get(name) for _, theirs in everyone}) > 1]
+    everyone: list[tuple[str, dict[str, str]]] = world.gather((platform.node(), encoded))
+    names = list(dict.fromkeys(name for _, there in everyone for name in there))
+    differing = [name for name in names if len({there.get(name) for _, there in everyone}) > 1]
     lines = [_described(name, everyone, world.leaders) for name in differing[:SHOWN]]
     if len(differing) > SHOWN:
         lines.append(f"and {len(differing) - SHOWN} more")
@@ -96,11 +96,11 @@ def _compare(told: Mapping[str, Any], world: World) -> None:
 
 def _described(name: str, everyone: Sequence[tuple[str, Mapping[str, str]]], leaders: Sequence[int]) -> str:
     """`learning_rate: 0.001 on node 0 (rank 0, host a), 0.002 on node 1 (rank 1, host b)`"""
-    values = list(dict.fromkeys(theirs.get(name) for _, theirs in everyone))
-    held = {value: [r for r, (_, theirs) in enumerate(everyone) if theirs.get(name) == value] for value in values}
+    values = list(dict.fromkeys(there.get(name) for _, there in everyone))
+    held = {value: [r for r, (_, there) in enumerate(everyone) if there.get(name) == value] for value in values}
     nodes = [[r for r in range(len(everyone)) if _node(r, leaders) == k] for k in range(len(leaders))]
 
-    def who(ranks: list[int]) -> str:
+    def ranks_named(ranks: list[int]) -> str:
         whole = [k for k, node in enumerate(nodes) if set(node) <= set(ranks)]
         if sum(len(nodes[k]) for k in whole) < len(ranks):  # ranks of one node differ
             return _listed("rank", ranks)
@@ -111,7 +111,7 @@ def _described(name: str, everyone: Sequence[tuple[str, Mapping[str, str]]], lea
         shown = content_letters(values)
     else:
         shown = {value: _shown(value, [v for v in values if v != value]) for value in values}
-    return f"{name}: " + ", ".join(f"{shown[value]} on {who(ranks)}" for value, ranks in held.items())
+    return f"{name}: " + ", ".join(f"{shown[value]} on {ranks_named(ranks)}" for value, ranks in held.items())
 
 
 def _shown(value: str | None, others: Iterable[str | None]) -> str:

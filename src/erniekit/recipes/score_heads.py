@@ -1,6 +1,6 @@
 """Stages RM and CLS: how a language model becomes one with a score head.
 
-run_plan.py asks for the changes of config.json, evaluate.py whether model and stage belong together.
+run_plan.py uses the changes of config.json, evaluate.py whether model and stage belong together.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def head_changes(cfg: RunConfig, folder: Path) -> dict[str, Any]:
         refuse(labels_in(raw, where), f"stage {cfg.train.stage}", where)
         return {}
     if raw.get("vision_config"):
-        raise ConfigError(f"stage {cfg.train.stage} reads text; this model sees", where=where, fix="take a text model")
+        raise ConfigError(
+            f"stage {cfg.train.stage} reads text; this is a vision-language model", where=where, fix="take a text model"
+        )
     own = labels_in(raw, where)
     held = _classes_of_adapter(cfg) or own
     wanted = REWARD if cfg.train.stage == "RM" else _classes(cfg, held)
@@ -67,9 +69,9 @@ def _classes(cfg: RunConfig, held: tuple[str, ...]) -> tuple[str, ...]:
     if not cfg.given("class_labels") and held and set(named) <= set(held):
         named = held
     if len(set(named)) < 2 or len(set(named)) < len(named):
-        told = ", ".join(named[:8]) or "none"
+        shown = ", ".join(named[:8]) or "none"
         raise ConfigError(
-            f"classification needs two classes or more, each once; found: {told}",
+            f"classification needs two classes or more, each once; found: {shown}",
             where="class_labels" if cfg.given("class_labels") else "train_dataset_path",
             fix="rows of stage CLS have `text` and `label`; class_labels: a,b,c names the classes",
         )

@@ -15,7 +15,7 @@ from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Conversation
 from erniekit.recipes.datasets import TrainData
 
-Compared = tuple[list[int], list[int]]  # asked, trained
+Compared = tuple[list[int], list[int]]  # served, trained
 
 
 def first_prompts(cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> Compared | None:
@@ -24,18 +24,18 @@ def first_prompts(cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> Comp
 
 
 def _prompts(cfg: RunConfig, row: Conversation, tokenizer: Tokenizer) -> Compared | None:
-    """What a server is asked with for the first turn, and what training begins that turn with; None for a row that
+    """The prompt a server gets for the first turn, and what training begins that turn with; None for a row that
     the template refuses: it gives no sample."""
     row = replace(row, messages=kept(row.messages, cast(Thinking, cfg.data.train_thinking)))
     try:
-        said = turns(row, tokenizer)
+        trained = turns(row, tokenizer)
     except TemplateRefused:
         return None
     answers = [k for k, m in enumerate(row.messages) if m.role == "assistant"]
-    if len(said) < len(answers):  # all before the last trained answer is its prompt
+    if len(trained) < len(answers):  # all before the last trained answer is its prompt
         answers = [k for k in answers if row.messages[k].trained][-1:] or answers[-1:]
-    asked = prompt_ids(row.messages[: answers[0]], tokenizer, row.tools, variables=variables_for(row))
-    return list(asked), list(said[0].query_ids)
+    served = prompt_ids(row.messages[: answers[0]], tokenizer, row.tools, variables=variables_for(row))
+    return list(served), list(trained[0].query_ids)
 
 
 def conversations(cfg: RunConfig, data: TrainData) -> Iterator[Conversation]:

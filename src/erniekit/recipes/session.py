@@ -1,4 +1,4 @@
-"""Session: what a Python session brings to a run beside its keys: rows, callbacks, a loss. Made by api.py."""
+"""Session: what a Python session adds to a run's keys: rows, callbacks, a loss. Made by api.py."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Session:
     rows: tuple[GivenRows, ...] = ()
 
     def write_rows(self, output: Path, world: World) -> None:
-        """Into the run's folder, before anybody reads them. All ranks call it."""
+        """Into the run's folder, before they are read. All ranks call it."""
         if not self.rows:
             return
         if world.is_main:
@@ -44,7 +44,7 @@ class StepFunction(Hook):
         self.function = function
 
     def waits_for(self, trainer: Trainer, step: int) -> bool:
-        return False  # it sees the step's numbers alone, not the weights
+        return False  # it gets only the step's numbers, not the weights
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         self.function(result)

@@ -20,9 +20,9 @@ from erniekit.config import RunConfig, refuse_later
 from erniekit.data.index_command import index_command
 from erniekit.demo import shapes
 from erniekit.demo.tiny import TRAIN, VOCAB, demo_text, make_tokenizer
-from erniekit.demo.tiny_vision import make_tiny_seeing
+from erniekit.demo.tiny_vision import make_tiny_vision
 from erniekit.errors import ConfigError, PlanError
-from erniekit.log import say
+from erniekit.log import emit
 from erniekit.models import MODELS
 from erniekit.models.init import init_weights
 from erniekit.recipes.planning import raw_shape
@@ -34,7 +34,7 @@ SMALL = dict(
     vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS, num_attention_heads=8,
     num_key_value_heads=4, max_position_embeddings=1024,
 )  # fmt: skip
-SMALL_SEEING: dict[str, Any] = dict(
+SMALL_VISION: dict[str, Any] = dict(
     hidden_size=64, intermediate_size=96, num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=LAYERS,
     moe_num_experts=[8, 8], moe_intermediate_size=[32, 16], moe_k=3, moe_layer_end_index=[LAYERS - 1] * 2,
     vision_config=dict(depth=2, hidden_size=32, num_heads=2, mlp_ratio=2, patch_size=14),
@@ -108,7 +108,7 @@ def small_pre_training(cfg: RunConfig, keys: Mapping[str, Any], tokenizer: Path,
 
 
 def small_shape(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json with small sizes. What tells models apart stays: shared experts, dense first layers, a tied head,
+    """A config.json with small sizes. What distinguishes models stays: shared experts, dense first layers, a tied head,
     heads that are wider than the hidden size would make them."""
     out = {**raw, **SMALL}
     wide = raw.get("head_dim") and raw["head_dim"] * raw["num_attention_heads"] != raw["hidden_size"]
@@ -132,11 +132,11 @@ def write_small_model(raw: Mapping[str, Any], folder: Path) -> None:
     make_tokenizer(folder)
 
 
-def write_small_seeing(raw: Mapping[str, Any], folder: Path) -> None:
-    """Of a model that sees what tells it apart: shared experts, dense first layers, a tied head."""
+def write_small_vision(raw: Mapping[str, Any], folder: Path) -> None:
+    """Of a vision-language model what distinguishes it: shared experts, dense first layers, a tied head."""
     same = {name: raw[name] for name in ("moe_num_shared_experts", "tie_word_embeddings") if name in raw}
     starts = [min(start, LAYERS - 2) for start in raw["moe_layer_start_index"]]
-    make_tiny_seeing(folder, layout="paddle", **SMALL_SEEING, **same, moe_layer_start_index=starts)
+    make_tiny_vision(folder, layout="paddle", **SMALL_VISION, **same, moe_layer_start_index=starts)
 
 
 def small_pictures() -> dict[str, Any]:
@@ -151,8 +151,8 @@ def write_small_corpus(tokenizer: Path, prefix: Path) -> None:
     index_command([str(text), "--model_name_or_path", str(tokenizer), "--output", str(prefix), "--num_proc", "1"])
 
 
-def train_shrunken(cfg: RunConfig, words: list[str], most: int) -> int:
-    """Trains the recipe of `words` small, by the command itself; its exit code: 2 where it was refused, else 0 or 1."""
+def train_shrunken(cfg: RunConfig, arguments: list[str], most: int) -> int:
+    """Trains a small model of the recipe, by the command itself; its exit code: 2 where it was refused, else 0 or 1."""
     refuse_later(cfg)
     with tempfile.TemporaryDirectory(prefix="erniekit-shrunken-") as place:
         folder = Path(place)
@@ -160,7 +160,7 @@ def train_shrunken(cfg: RunConfig, words: list[str], most: int) -> int:
         raw, own = raw_shape(cfg)
         raw = {**raw, **(cfg.model.model_config or {})}
         if raw.get("vision_config"):
-            write_small_seeing(raw, folder / "model")
+            write_small_vision(raw, folder / "model")
         else:
             model = {"num_nextn_predict_layers": cfg.model.num_nextn_predict_layers or 0}
             write_small_model({**small_shape(raw), **model}, folder / "model")
@@ -175,12 +175,12 @@ def train_shrunken(cfg: RunConfig, words: list[str], most: int) -> int:
             keys["model_name_or_path"] = folder / "model"
         if cfg.distill.teacher_model_name_or_path:  # its own shape does not matter to what is tried here
             keys["teacher_model_name_or_path"] = folder / "model"
-        typed = [*words, *(f"{name}={value}" for name, value in keys.items())]
+        typed = [*arguments, *(f"{name}={value}" for name, value in keys.items())]
         typed += [f"nproc_per_node={ranks}", f"log_dir={folder / 'log'}"]
-        say(f"rehearse shrunken: {ranks} real ranks train {STEPS} steps")
+        emit(f"rehearse shrunken: {ranks} real ranks train {STEPS} steps")
         env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         code = subprocess.run([sys.executable, "-m", "erniekit", "train", *typed], env=env, check=False).returncode
-    say("result   it trains" if code == 0 else f"result   it stopped with exit code {code}: see above")
+    emit("result   it trains" if code == 0 else f"result   it stopped with exit code {code}: see above")
     return code if code in (0, 2) else 1
 
 

@@ -1,5 +1,5 @@
 """What makes steps fast on the device at hand: whether rows are joined to a few lengths, whether layers are compiled
-and replayed, how few of them are computed again, and which kernels a user wants (what the others are,
+and replayed, how few of them are computed again, and which kernels a user requests (what the others are,
 kernels/selection.py decides).
 
 Called by run_plan.py once device, ranks and model are known, and `for_lengths` once the data is; each answer is a note
@@ -27,10 +27,10 @@ from erniekit.recipes.memory_decisions import (
     kept_bytes,
     layers_to_recompute,
     limit_of,
-    seeing_bytes,
     trained_share,
+    vision_bytes,
 )
-from erniekit.recipes.models_beside import bytes_beside
+from erniekit.recipes.other_models import other_model_bytes
 
 USUAL_MFU = 0.4
 LAUNCHES = 2.3e-3  # seconds that the host needs for a compiled dense layer of a step, forward and backward
@@ -54,8 +54,8 @@ def for_lengths(cfg: RunConfig, device: Device, world: World, model: DecoderConf
 def force_kernels(cfg: RunConfig) -> None:
     """The key `kernels`, before a model is built."""
     wanted = {}
-    for word in cfg.model.kernels:
-        operation, _, name = word.partition("=")
+    for entry in cfg.model.kernels:
+        operation, _, name = entry.partition("=")
         wanted[operation.strip()] = name.strip()
     try:
         selection.force(wanted)
@@ -68,17 +68,17 @@ def force_kernels(cfg: RunConfig) -> None:
 
 
 def _buckets(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -> Iterator[Note]:
-    asked = cfg.data.length_buckets
-    if asked == ("off",):
+    requested = cfg.data.length_buckets
+    if requested == ("off",):
         return
     why_not = why_rows_stay(cfg, world.layout, model)
     compiled = cfg.model.compile if cfg.model.compile is not None else _why_not_compiled(cfg, device) is None
-    if why_not is None and asked == ("auto",) and not compiled:
+    if why_not is None and requested == ("auto",) and not compiled:
         why_not = "layers are not compiled"
     if why_not is not None:
-        yield Note("length_buckets", asked, ("off",), why_not, quiet=asked == ("auto",))
-    elif asked == ("auto",):
-        yield Note("length_buckets", asked, ("on",), "rows of many lengths, compiled for a few", quiet=True)
+        yield Note("length_buckets", requested, ("off",), why_not, quiet=requested == ("auto",))
+    elif requested == ("auto",):
+        yield Note("length_buckets", requested, ("on",), "rows of many lengths, compiled for a few", quiet=True)
 
 
 def why_rows_stay(cfg: RunConfig, layout: Layout, model: DecoderConfig) -> str | None:
@@ -90,9 +90,9 @@ def why_rows_stay(cfg: RunConfig, layout: Layout, model: DecoderConfig) -> str |
     if cfg.compat.rows_of_one_length:
         return "compat: erniekit pads every row to max_seq_len"
     if model.vision is not None:
-        return "rows of a model that sees are not joined"
+        return "rows of a vision-language model are not joined"
     if model.moe is not None and (model.moe.capacity is not None or model.moe.most is not None):
-        return "how many tokens an expert has room for depends on padding (moe_capacity)"
+        return "how many tokens an expert takes depends on padding (moe_capacity)"
     if layout.pp > 1 and cfg.parallel.pp_runner == "torch":
         return "pp_runner: torch takes one shape"
     return None
@@ -123,15 +123,15 @@ def _compile(cfg: RunConfig, device: Device) -> Iterator[Note]:
 
 
 def _graph(cfg: RunConfig, device: Device, world: World, model: DecoderConfig, tokens: float) -> Iterator[Note]:
-    asked, why_not = cfg.model.cuda_graph, None
+    requested, why_not = cfg.model.cuda_graph, None
     if not device.records_graphs:
         why_not = "this kind of device replays no graphs"
     elif problem := _collectives_inside(world.layout):
         why_not = problem
     elif cfg.optim.update_in_backward:
         why_not = "a graph's gradients are all complete at once, and update_in_backward lets each go"
-    elif asked is None and model.mtp_layers:
-        why_not = "with layers that predict further tokens only where cuda_graph: True asks for it"
+    elif requested is None and model.mtp_layers:
+        why_not = "with layers that predict further tokens only with cuda_graph: True"
     elif not cfg.model.compile:
         why_not = "layers are not compiled"
     elif cfg.memory.recompute or (model.moe is not None and cfg.moe.use_recompute_moe):
@@ -140,12 +140,12 @@ def _graph(cfg: RunConfig, device: Device, world: World, model: DecoderConfig, t
         why_not = "the host waits for the routing: no grouped product takes experts of these widths"
     elif cfg.train.stage not in ("SFT", "PT"):
         why_not = f"not with stage: {cfg.train.stage}"
-    elif asked is None and not launches_show(cfg, device, model, tokens):
+    elif requested is None and not launches_show(cfg, device, model, tokens):
         why_not = "the device needs longer for a micro-batch than the host for its launches"
-    if asked is None:
+    if requested is None:
         reason = why_not or "a micro-batch takes the host longer than the device; write cuda_graph: False to leave it"
         yield Note("cuda_graph", None, why_not is None, reason, quiet=why_not is not None)
-    elif asked and why_not:
+    elif requested and why_not:
         yield Note("cuda_graph", True, False, why_not)
 
 
@@ -178,13 +178,13 @@ def _recompute(cfg: RunConfig, device: Device, world: World, model: DecoderConfi
     count = layers_to_recompute(
         model,
         tokens,
-        limit - bytes_beside(cfg, model),
+        limit - other_model_bytes(cfg, model),
         trained_share(cfg, model),
         cfg.memory.loss_subbatch_seqlen,
         *kept_bytes(cfg, model),
         base_of(cfg),
         cfg.lora.lora_rank if cfg.lora.lora else 0,
-        seeing_bytes(cfg, model, again=True),
+        vision_bytes(cfg, model, again=True),
     )
     kept = tuple(range(count, model.num_layers))
     reason = f"{count} of {model.num_layers} layers are computed again to stay in {limit / GIB:.0f} GiB"

@@ -1,6 +1,6 @@
 """TrainingStage: what differs between SFT, DPO and pre-training; the base class is SFT's answer to every question.
 
-training.py, build.py and doctor.py ask; sft.py, dpo.py and pretrain.py answer. One subclass and one line in
+training.py, build.py and doctor.py call it; sft.py, dpo.py and pretrain.py implement it. One subclass and one line in
 recipes/__init__.py add a stage.
 """
 
@@ -45,7 +45,7 @@ class TrainingStage:
     own_loss: TokenLoss | PairLoss | None = None  # of the user: what a trained token or a pair costs (own_loss.py)
 
     def separates_documents(self, cfg: RunConfig) -> bool:
-        """Whether documents that share a row must not see each other."""
+        """Whether documents that share a row must not attend to each other."""
         return True
 
     def needs_base(self, cfg: RunConfig) -> bool:
@@ -70,10 +70,10 @@ class TrainingStage:
         return first_prompts(cfg, data, tokenizer)
 
     def probe(self, cfg: RunConfig, built: Built, first: Batch, tokenizer: Tokenizer) -> Probe:
-        """What checkpoints are asked when they are saved, read and exported."""
+        """The probe that checkpoints run when they are saved, read and exported."""
         return probe_from(first, cfg.checkpoint.probe_tokens)
 
-    def beside_weights(self, cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> dict[str, bytes]:
+    def extra_files(self, cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> dict[str, bytes]:
         """Small files of each checkpoint, by name."""
         return {}
 
@@ -82,7 +82,7 @@ class TrainingStage:
         return []
 
     def more_checks(self, built: Built, tokenizer: Tokenizer, first: Batch) -> list[Callable[[], Check]]:
-        """Of the doctor, beside those of every stage."""
+        """Of the doctor, besides those of every stage."""
         return []
 
     def picture_lines(self, built: Built, data: TrainData) -> list[str]:
@@ -123,7 +123,7 @@ class TrainingStage:
         prepare: Prepare | None = None,
         go_on: GoOn | None = None,
     ) -> dict[str, float]:
-        """prepare: what `before_step` gave, for each batch. go_on: asked before each batch (train/evaluate.py)."""
+        """prepare: what `before_step` gave, for each batch. go_on: called before each batch (train/evaluate.py)."""
         if prepare is not None:
             batches = (batch for one in batches for batch in prepare([one]))
         most, batch_means = cfg.train.max_evaluate_steps, cfg.compat.eval_mean_of_batch_means

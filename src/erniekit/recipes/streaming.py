@@ -21,7 +21,7 @@ from erniekit.data.token_cache import TokenSource, cache_key, row_job
 from erniekit.data.tokenise import TokeniseJob
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.files.cache_folder import default_cache_dir
-from erniekit.log import say
+from erniekit.log import emit
 from erniekit.recipes.data_rows import DataRows, row_rules
 from erniekit.recipes.dataset_files import dataset_files
 from erniekit.recipes.datasets import TrainData, counted, evaluation_sources, need_training_data, open_data
@@ -100,7 +100,7 @@ def report_read_rows(data: TrainData, output: Path) -> bool:
         return False
     lines = [line for source in data.sources for line in source.report.lines()]
     for k, line in enumerate(lines):
-        say(f"{'data' if k == 0 else '':<9}{line}")
+        emit(f"{'data' if k == 0 else '':<9}{line}")
     for number, source in enumerate(cast("list[StreamSource]", data.sources)):
         if data.world.is_main:
             source.list_bad_rows(output / "bad_rows.jsonl", append=number > 0)

@@ -1,7 +1,7 @@
 """`erniekit eval DIR --tasks hellaswag,arc_easy`: public benchmarks through lm-evaluation-harness, an extra of its own.
 
-Called by recipes/run.py. Scorer asks our model what the harness asks, and is to tell the numbers that the harness's
-own Hugging Face backend tells of the same folder; the harness itself is imported only here.
+Called by recipes/run.py. Scorer answers the harness's requests with our model, and must give the numbers of the
+harness's own Hugging Face backend for the same folder; the harness itself is imported only here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from erniekit.config import RunConfig
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.errors import ConfigError
 from erniekit.extras import install_command
-from erniekit.log import paint, say
+from erniekit.log import emit, paint
 from erniekit.models.score_head import refuse as refuse_score_head
 from erniekit.recipes.eval_folder import results_folder, what_to_evaluate, write_evaluation
 from erniekit.recipes.expert_layers import ignore_bias
@@ -50,11 +50,11 @@ class Scorer:
         self._generator: Any = None
 
     def score(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
-        """(log-probability of the second text after the first, whether it is what greedy decoding would say)."""
+        """(log-probability of the second text after the first, whether it is what greedy decoding would generate)."""
         return self._score([self._encoded(context, answer) for context, answer in pairs])
 
     def score_whole(self, texts: Sequence[str]) -> list[float]:
-        """Log-probability of every token of a text, however long, each told once."""
+        """Log-probability of every token of a text, however long, each counted once."""
         return [sum(score for score, _ in self._score(self._windows(text))) for text in texts]
 
     def generate(
@@ -83,27 +83,27 @@ class Scorer:
         )
         stops, text = [stop for stop in until if stop], ""
 
-        def hear(piece: str) -> None:
+        def on_text(piece: str) -> None:
             nonlocal text
             text += piece
             if any(stop in text for stop in stops):
                 raise _StopWord
 
         with suppress(_StopWord):
-            self._generator.answer(prompt[-(self.max_length - max_tokens) :] or [self._prefix], sampling, hear)
+            self._generator.answer(prompt[-(self.max_length - max_tokens) :] or [self._prefix], sampling, on_text)
         for stop in stops:
             text = text.split(stop, 1)[0]
         return text
 
     def _windows(self, text: str) -> list[tuple[list[int], list[int]]]:
-        """(before, told): whole windows follow the last token of the one before, and the last one, which tells fewer
-        tokens, sees as many more. A tokenizer's own first token is told too: the harness counts it."""
+        """(context, window): whole windows follow the last token of the one before, and the last, which scores fewer
+        tokens, has as much more context. A tokenizer's own first token is scored too: the harness counts it."""
         ids = self._opening + self.tokenizer.encode_text(text)
         out = []
         for start in range(0, len(ids), self.max_length):
-            told = ids[start : start + self.max_length]
-            first = start + len(told) - self.max_length - 1
-            out.append((ids[first:start] if start else [self._prefix], told))
+            window = ids[start : start + self.max_length]
+            first = start + len(window) - self.max_length - 1
+            out.append((ids[first:start] if start else [self._prefix], window))
         return out
 
     def _encoded(self, context: str, answer: str) -> tuple[list[int], list[int]]:
@@ -119,22 +119,22 @@ class Scorer:
     @torch.no_grad()
     def _score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
         out: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
-        asked = [k for k, (_, answer) in enumerate(pairs) if answer]
-        order = sorted(asked, key=lambda k: -len(pairs[k][0]) - len(pairs[k][1]))  # like lengths together
+        scored = [k for k, (_, answer) in enumerate(pairs) if answer]
+        order = sorted(scored, key=lambda k: -len(pairs[k][0]) - len(pairs[k][1]))  # like lengths together
         device = next(self.model.parameters()).device
         for at in range(0, len(order), self.batch_size):
             chosen = order[at : at + self.batch_size]
-            # The last token is only asked for; what is too long loses its beginning.
+            # The last token is only a target; what is too long loses its beginning.
             rows = [((pairs[k][0] + pairs[k][1])[-(self.max_length + 1) :], len(pairs[k][1])) for k in chosen]
             longest = max(len(ids) for ids, _ in rows) - 1
             tokens = torch.tensor([ids[:-1] + [0] * (longest + 1 - len(ids)) for ids, _ in rows], device=device)
             logits = self.model(tokens)  # padding comes after, so no token attends to it
             for k, row, (ids, count) in zip(chosen, logits, rows):
                 count = min(count, len(ids) - 1)
-                told = row[len(ids) - 1 - count : len(ids) - 1].float().log_softmax(-1)
+                log_probs = row[len(ids) - 1 - count : len(ids) - 1].float().log_softmax(-1)
                 answer = torch.tensor(ids[-count:], device=device)
-                greedy = bool((told.argmax(-1) == answer).all())
-                out[k] = (float(told.gather(1, answer[:, None]).sum()), greedy)
+                greedy = bool((log_probs.argmax(-1) == answer).all())
+                out[k] = (float(log_probs.gather(1, answer[:, None]).sum()), greedy)
         return out
 
 
@@ -152,7 +152,7 @@ def run_tasks(cfg: RunConfig) -> RunResult:
     tokenizer = found.tokenizer(cfg.model.tokenizer_name)
     model = found.build(dtype, device.handle, packed)
     ignore_bias(cfg, model)
-    say(f"model    {source}")
+    emit(f"model    {source}")
     config: Any = model.config
     length = min(cfg.data.max_seq_len, config.max_positions)
     scorer = Scorer(model, tokenizer, length, cfg.train.per_device_eval_batch_size)
@@ -160,15 +160,15 @@ def run_tasks(cfg: RunConfig) -> RunResult:
         metrics = measure(cfg, harness, manager, names, scorer)
         written = write_evaluation(output, source, metrics)
     for name, value in metrics.items():
-        say(f"task     {name:<40} {value:.4f}")
-    say(f"{paint('done', 'green', 'bold')}     {written}")
+        emit(f"task     {name:<40} {value:.4f}")
+    emit(f"{paint('done', 'green', 'bold')}     {written}")
     return RunResult(output, metrics)
 
 
 def measure(cfg: RunConfig, harness: Any, manager: Any, names: list[str], scorer: Scorer) -> dict[str, float]:
     limit = cfg.train.max_evaluate_steps
     try:
-        told = harness.simple_evaluate(
+        found = harness.simple_evaluate(
             model=language_model(harness, scorer),
             tasks=names,
             task_manager=manager,
@@ -183,7 +183,7 @@ def measure(cfg: RunConfig, harness: Any, manager: Any, names: list[str], scorer
             where="eval_tasks",
             fix="run it once where the hub can be reached; its files are then kept under HF_HOME",
         ) from error
-    return dict(flat(told["results"]))
+    return dict(flat(found["results"]))
 
 
 def flat(results: dict[str, dict[str, Any]]) -> Iterator[tuple[str, float]]:
@@ -246,17 +246,17 @@ def language_model(harness: Any, scorer: Scorer) -> Any:
 
 def generation(settings: dict[str, Any]) -> dict[str, Any]:
     """A task's generation_kwargs as arguments of Scorer.generate."""
-    asked = {name: value for name, value in settings.items() if value is not None}
-    lengths = [int(asked.pop(name)) for name in _LENGTHS if name in asked]
-    until = asked.pop("until", [])
-    temperature, sampled = float(asked.pop("temperature", 0.0)), asked.pop("do_sample", True)
-    top_p, top_k = float(asked.pop("top_p", 1.0)), int(asked.pop("top_k", 0))
-    if asked.get("num_beams") == 1:
-        del asked["num_beams"]
-    if asked:
+    scored = {name: value for name, value in settings.items() if value is not None}
+    lengths = [int(scored.pop(name)) for name in _LENGTHS if name in scored]
+    until = scored.pop("until", [])
+    temperature, sampled = float(scored.pop("temperature", 0.0)), scored.pop("do_sample", True)
+    top_p, top_k = float(scored.pop("top_p", 1.0)), int(scored.pop("top_k", 0))
+    if scored.get("num_beams") == 1:
+        del scored["num_beams"]
+    if scored:
         raise ConfigError(
-            "a task asks for generation settings that are not known here: "
-            + ", ".join(f"{name}={value}" for name, value in asked.items()),
+            "a task uses unknown generation settings: "
+            + ", ".join(f"{name}={value}" for name, value in scored.items()),
             where="eval_tasks",
             fix="erniekit export writes a folder that `lm_eval --model hf` reads; or leave this task out",
         )

@@ -42,7 +42,7 @@ from erniekit.recipes.own_loss import failed_in
 from erniekit.recipes.reference import Reference
 from erniekit.recipes.repeat import write_recipe
 from erniekit.recipes.run_plan import open_tokenizer, plan_run
-from erniekit.recipes.save_times import ends_with_weights_alone, minutes_between_saves
+from erniekit.recipes.save_times import ends_with_weights_only, minutes_between_saves
 from erniekit.recipes.schedule import make_schedule
 from erniekit.recipes.session import Session
 from erniekit.recipes.stage import Prepare, TrainingStage
@@ -135,7 +135,7 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
             checks = doctor.before_training(stage, cfg, built, optimizer, data, tokenizer, first, prepare)
 
         probe = stage.probe(cfg, built, first, tokenizer) if cfg.checkpoint.probe_tokens else None
-        beside = stage.beside_weights(cfg, data, tokenizer) if world.is_main else {}
+        beside = stage.extra_files(cfg, data, tokenizer) if world.is_main else {}
         saver = saver_for(cfg, manager, built, optimizer, probe, disks, launch, scales, beside)
         state = resume.restore(cfg, saver, point, data, promise)
         notes = [prepare.summary] if isinstance(prepare, KeptFeatures) else []
@@ -239,7 +239,7 @@ def saver_for(
         launch=launch,
         scales=scales,
         clear_scales=cfg.quant.fp8_force_clear_state,
-        beside=beside,
+        extra_files=beside,
         model_files=built.model_files(),
     )
 
@@ -283,7 +283,7 @@ def hooks_for(
     sweep: list[Hook] = [CollectGarbage(cfg.memory.gc_interval)] if cfg.memory.gc_interval else []
     first: list[Hook] = [hook for hook in (loads, saver.scales) if hook is not None]
     watch = [*first, *stage.hooks(cfg, built, prepare), *watchers(cfg, built, saver)]
-    minutes, alone = minutes_between_saves(cfg), ends_with_weights_alone(cfg)
+    minutes, alone = minutes_between_saves(cfg), ends_with_weights_only(cfg)
     save = SaveHook(saver, trackers, data.save_every, cfg.train.preempt_grace_s, minutes, alone)
     if not data.evaluation:
         return [*watch, log, *own, save, *sweep]

@@ -1,4 +1,4 @@
-"""The doctor's checks of a model that sees: pixels reach their own document and no other, and are not ignored.
+"""The doctor's checks of a vision-language model: pixels reach only their own document, and are not ignored.
 
 Called by vl_sft.py's stage.
 """
@@ -24,7 +24,7 @@ IGNORED = 1e-5  # of the loss: a smaller change than this is none
 
 def pixels_stay_inside(built: Built, shown: PictureTokens) -> Check:
     """Two documents with a picture each: other pixels in the first must move its own logits and not one bit of the
-    second's. As in doctor.no_leak, experts see the tokens of both in one product: there most must stay."""
+    second's. As in doctor.no_leak, experts get the tokens of both in one product: there most must stay."""
     multiple = built.engine.length_multiple
     half = -(-LEAK_TOKENS // multiple) * multiple
     batch = two_pictures(built.folder.config.vocab_size, shown, half)

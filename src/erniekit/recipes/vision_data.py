@@ -32,8 +32,8 @@ from erniekit.data.vision.mix import CompatVisionOrder, ModalStream
 from erniekit.data.vision.proof_file import proof_file
 from erniekit.data.vision.read import read_vision_row
 from erniekit.data.vision.rules import VisionRules, VisionTokens
-from erniekit.data.vision.said import VisionRow
 from erniekit.data.vision.tokens import VisionAssembler
+from erniekit.data.vision.vision_row import VisionRow
 from erniekit.errors import ConfigError
 from erniekit.export.vision_rules import vision_rules
 from erniekit.recipes.data_rows import row_rules
@@ -58,10 +58,10 @@ def open_vision_data(plan: RunPlan, tokenizer: Tokenizer, output: Path) -> Train
 
     pictures = vision_sources(cfg, "train", tokenizer, rules, listed("bad_rows.jsonl"))
     text = text_sources(cfg, tokenizer, listed("bad_text_rows.jsonl")) if cfg.vision.text_dataset_path else []
-    alone = vision_stream(cfg, pictures, [], 1)
+    pictures_only = vision_stream(cfg, pictures, [], 1)
     at_once = t.per_device_train_batch_size * world.layout.data_ranks
-    accumulation = steps_accumulated(plan, pictures, alone)
-    stream = vision_stream(cfg, pictures, text, at_once * accumulation) if text else alone
+    accumulation = steps_accumulated(plan, pictures, pictures_only)
+    stream = vision_stream(cfg, pictures, text, at_once * accumulation) if text else pictures_only
     wants_eval = bool(d.eval_dataset_path) and (t.do_eval or t.evaluation_strategy != "no")
     held_out = vision_sources(cfg, "eval", tokenizer, rules, listed("bad_eval_rows.jsonl")) if wants_eval else []
     collate = vision_collate(cfg, tokenizer, rules, at_once, decode=world.at["pp"] == 0)
@@ -94,7 +94,7 @@ def vision_sources(
 
 
 def vision_files(cfg: RunConfig, which: str) -> tuple[list[Path], list[str | None]]:
-    """The train or eval files and their formats. Media are found beside their rows, which must be files here."""
+    """The train or eval files and their formats. Media are found next to their rows, which must be files here."""
     files, formats = dataset_files(cfg, which)
     far = next((file.path for file in files if not isinstance(file.path, Path)), None)
     if far is not None:
@@ -130,7 +130,7 @@ def text_sources(cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path | None) ->
 def vision_stream(
     cfg: RunConfig, sources: list[VisionSource], text: list[TokenSource], packs_per_step: int
 ) -> PackStream | ModalStream:
-    """Packs of pictures, by tokens and patches; text steps between them where modality_ratio says so."""
+    """Packs of pictures, by tokens and patches; text steps between them where modality_ratio sets them."""
     d, v = cfg.data, cfg.vision
     lengths, probs = [source.lengths for source in sources], file_shares(cfg, "train", [len(s) for s in sources])
     more: dict[str, Any] = dict(costs=[source.patches for source in sources], max_cost=v.max_patches or None)
@@ -147,11 +147,11 @@ def vision_stream(
     if not text:
         return stream
     shares = list(v.text_dataset_prob) or [1.0] * len(text)
-    words = SampleOrder(
+    text_order = SampleOrder(
         [len(s) for s in text], shares, seed=cfg.train.seed, shuffle=d.random_shuffle, strategy=d.mix_strategy
     )
     packs = PackStream(
-        words, [source.lengths for source in text], d.max_seq_len, packing=d.packing, greedy=d.greedy_intokens,
+        text_order, [source.lengths for source in text], d.max_seq_len, packing=d.packing, greedy=d.greedy_intokens,
         buffer_size=d.buffer_size,
     )  # fmt: skip
     first = cfg.compat.erniekit_order
@@ -203,19 +203,19 @@ def first_prompts(cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> Comp
         return None
     rules, thinking = collate.rules, cast(Thinking, cfg.data.train_thinking)
     assembler = VisionAssembler(tokenizer, rules, thinking)
-    ask = headers_from(collate.pool, rules.limits)
+    header_of = headers_from(collate.pool, rules.limits)
     for row in _vision_rows(data):
         messages = kept(row.messages, thinking)
         if not messages or messages[-1].role != "assistant":
             continue
         try:
-            made = assembler.sample(row, cfg.data.max_seq_len, "drop", ask)
-            thinks = any(divided(write_out(m).content)[0] for m in messages if m.role == "assistant")
-            asked = assembler.prompt(replace(row, messages=messages[:-1]), ask, thinks).ids.tolist()
+            made = assembler.sample(row, cfg.data.max_seq_len, "drop", header_of)
+            reasoning = any(divided(write_out(m).content)[0] for m in messages if m.role == "assistant")
+            prompt = assembler.prompt(replace(row, messages=messages[:-1]), header_of, reasoning).ids.tolist()
         except (MediaError, BadRow):
             continue
         if isinstance(made, Assembled) and not made.dropped_turns:
-            return asked, made.sample.ids[: len(asked)].tolist()
+            return prompt, made.sample.ids[: len(prompt)].tolist()
     return None
 
 

@@ -18,10 +18,10 @@ from torch import nn
 from erniekit.config import RunConfig
 from erniekit.data.types import Batch
 from erniekit.data.vision.collate import VisionCollate
-from erniekit.data.vision.features import FOLDER, FeatureShape, FeatureStore, make_room
+from erniekit.data.vision.features import FOLDER, FeatureShape, FeatureStore, free_space
 from erniekit.errors import ConfigError
 from erniekit.files.cache_folder import default_cache_dir
-from erniekit.log import say, warn_once
+from erniekit.log import emit, warn_once
 from erniekit.models.costs import adapters_met_of
 from erniekit.models.layers.linear import HoldsWeight
 from erniekit.models.layers.seeing import TOKENS, TOWER
@@ -91,13 +91,13 @@ class KeptFeatures:
 
 
 def feature_cache(cfg: RunConfig, built: Built, data: TrainData) -> KeptFeatures | None:
-    """Installed where the keys and the run allow it; says so either way. All ranks call it."""
+    """Installed where the keys and the run allow it; prints which. All ranks call it."""
     frozen = _frozen_parts(built)
     if "tower" in frozen:
-        for part in _seeing(built):
+        for part in _vision_models(built):
             part.tower.alone, part.resampler.alone = True, "resampler" in frozen
-    asked = cfg.vision.vision_feature_cache
-    if asked == "off":
+    mode = cfg.vision.vision_feature_cache
+    if mode == "off":
         return None
     reason = _why_not(cfg, built, frozen)
     collate = data.collate
@@ -107,28 +107,28 @@ def feature_cache(cfg: RunConfig, built: Built, data: TrainData) -> KeptFeatures
     patches = sum(int(source.patches.sum()) for source in sources if source.patches is not None)
     needed = patches * shape.row_width * shape.dtype.itemsize
     limit = int(cfg.vision.vision_feature_cache_gb * GB)
-    if not reason and asked == "auto" and needed > limit:
+    if not reason and mode == "auto" and needed > limit:
         reason = f"features of all would take {_gb(needed)}, vision_feature_cache_gb is {limit / GB:g}"
     if reason:
-        if asked == "on":
+        if mode == "on":
             raise _impossible(reason)
         if "tower" in frozen:
-            _say_computed(reason)
+            _print_computed(reason)
         return None
-    eyes = _eyes(built, "resampler" in frozen) if _seeing(built) else None  # later pipeline stages have no tower
+    eyes = _eyes(built, "resampler" in frozen) if _vision_models(built) else None  # later pipeline stages have no tower
     name = built.world.broadcast(_name(built, eyes, shape) if eyes is not None else "")  # the first rank's
     folder = Path(cfg.data.cache_dir or default_cache_dir()).expanduser() / FOLDER
-    room = make_room(folder, limit, needed, name) if built.world.is_main else 0
-    room = built.world.broadcast(room) // built.world.size
+    capacity = free_space(folder, limit, needed, name) if built.world.is_main else 0
+    capacity = built.world.broadcast(capacity) // built.world.size
     what = "the resampler's" if shape.tokens else "the tower's"
     summary = f"{what} output of all pictures, {_gb(needed)} at most, in {folder / name}"
-    say(f"features {summary}: a picture is decoded and computed once (vision_feature_cache)")
+    emit(f"features {summary}: a picture is decoded and computed once (vision_feature_cache)")
     if needed > limit:
-        say(f"note     vision_feature_cache_gb is {limit / GB:g}: pictures beyond it are computed in every step")
+        emit(f"note     vision_feature_cache_gb is {limit / GB:g}: pictures beyond it are computed in every step")
     if eyes is None:
         return None
-    collate.store = FeatureStore(folder / name, shape, room)
-    for part in _seeing(built):
+    collate.store = FeatureStore(folder / name, shape, capacity)
+    for part in _vision_models(built):
         part.kept = TOKENS if shape.tokens else TOWER
     return KeptFeatures(eyes, collate.store, built.device.handle, f"vision_feature_cache: {summary}")
 
@@ -139,7 +139,7 @@ def seen_before(built: Built, batch: Batch) -> Batch:
     assert vision is not None
     assert "tower" in frozen
     shape, eyes = _shape(built, "resampler" in frozen), _eyes(built, "resampler" in frozen)
-    for part in _seeing(built):
+    for part in _vision_models(built):
         part.kept = TOKENS if shape.tokens else TOWER
     grids = [(int(t), int(h), int(w)) for t, h, w in vision.grids.tolist()]
     rows = []
@@ -149,7 +149,7 @@ def seen_before(built: Built, batch: Batch) -> Batch:
 
 
 def looking(built: Built, kept: Any) -> Looking | None:
-    """How what sees is trained, for FLOPs; None: a model of text. kept: a run's `prepare`."""
+    """How tower and resampler are trained, for FLOPs; None: a text model. kept: a run's `prepare`."""
     config = built.folder.config
     if config.vision is None:
         return None
@@ -166,11 +166,11 @@ def looking(built: Built, kept: Any) -> Looking | None:
 
 
 def no_feature_cache(cfg: RunConfig, built: Built, reason: str) -> None:
-    """For a stage that keeps none: said where the tower is frozen, refused where the keys ask for it."""
+    """For a stage that keeps none: printed where the tower is frozen, refused where the keys request it."""
     if cfg.vision.vision_feature_cache == "on":
         raise _impossible(reason)
     if cfg.vision.vision_feature_cache == "auto" and "tower" in _frozen_parts(built):
-        _say_computed(reason)
+        _print_computed(reason)
 
 
 def _impossible(reason: str) -> ConfigError:
@@ -181,15 +181,15 @@ def _impossible(reason: str) -> ConfigError:
     )
 
 
-def _say_computed(reason: str) -> None:
-    say(f"note     pictures go through the tower in every step: {reason} (vision_feature_cache)")
+def _print_computed(reason: str) -> None:
+    emit(f"note     pictures go through the tower in every step: {reason} (vision_feature_cache)")
 
 
 def _gb(count: int) -> str:
     return f"{count / GB:,.2g} GB"
 
 
-def _seeing(built: Built) -> list[Any]:
+def _vision_models(built: Built) -> list[Any]:
     """The parts of the model here that have a tower."""
     return [part for part in built.engine.parts if hasattr(part, "tower")]
 
@@ -201,12 +201,12 @@ def _frozen_parts(built: Built) -> set[str]:
 
 
 def _why_not(cfg: RunConfig, built: Built, frozen: set[str]) -> str:
-    """Empty: nothing speaks against it."""
+    """Empty: there is no reason against it."""
     if "tower" not in frozen:
         return "the tower is trained"
     if cfg.model.cuda_graph:
         return "cuda_graph is on"
-    looking = [m for part in _seeing(built) for name, m in part.named_modules() if part_of(name) in frozen]
+    looking = [m for part in _vision_models(built) for name, m in part.named_modules() if part_of(name) in frozen]
     if any(isinstance(m, HoldsWeight) and (m.packed_shape is not None or m.rounding is not None) for m in looking):
         return "the tower's weights are rounded in this run"
     if built.world.layout.fsdp > 1 and not cfg.model.continue_training:
@@ -224,7 +224,7 @@ def _shape(built: Built, tokens: bool) -> FeatureShape:
 
 def _eyes(built: Built, with_resampler: bool) -> Eyes:
     if built.world.layout.fsdp == 1:
-        model: Any = _seeing(built)[0]
+        model: Any = _vision_models(built)[0]
     else:
         model = _copy(built, with_resampler)
     return Eyes(model.tower, model.resampler if with_resampler else None)
@@ -257,7 +257,7 @@ def _choosers(part: nn.Module) -> Iterable[Any]:
 
 
 def _name(built: Built, eyes: Eyes, shape: FeatureShape) -> str:
-    """Of all that features follow from beside the pixels: weights, sizes, and what computes, as bits depend on that."""
+    """Of all that features depend on besides the pixels: weights, sizes, and what computes, as bits depend on that."""
     v = built.folder.config.vision
     summary = (VERSION, eyes.digest(), repr(v), repr(shape), built.device.name, torch.__version__, _threads(built))
     return hashlib.blake2b(repr(summary).encode(), digest_size=16).hexdigest()

@@ -1,4 +1,4 @@
-"""Preferences on pictures for a run: sources, packs and batches of stage DPO where the model sees."""
+"""Preferences on pictures for a run: sources, packs and batches of stage DPO with a vision-language model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.vision_data import vision_collate, vision_files, vision_rules, vision_stream
 
 
-def sees(cfg: RunConfig) -> bool:
+def has_vision(cfg: RunConfig) -> bool:
     """Whether the run's model does, by its files."""
     folder = Path(cfg.model.model_name_or_path or "").expanduser()
     return (folder / "config.json").is_file() and ModelFolder(folder).config.vision is not None

@@ -95,13 +95,13 @@ class VisionPreview:
                 "size": [w * medium.patch, h * medium.patch],
                 "frames": t,
             }
-            if number < MOST_SHOWN and self._beside(medium):
-                content = self._pool.ask(ReadThumbnail(medium, self.rules.limits), medium.places[0].name)
+            if number < MOST_SHOWN and self._is_here(medium):
+                content = self._pool.run(ReadThumbnail(medium, self.rules.limits), medium.places[0].name)
                 entry["thumbnail"] = "data:image/jpeg;base64," + base64.b64encode(content).decode()
             out.append(entry)
         return out
 
-    def _beside(self, medium: Medium) -> bool:
+    def _is_here(self, medium: Medium) -> bool:
         """In the row itself or below the dataset's folder: a row must not make the page show files from elsewhere."""
         home = Path(os.path.realpath(self.file)).parent
         return all(place.content or home in Path(os.path.realpath(place.path)).parents for place in medium.places)

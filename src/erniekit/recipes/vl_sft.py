@@ -55,7 +55,7 @@ class VisionStage(TrainingStage):
     def probe(self, cfg: RunConfig, built: Built, first: Batch, tokenizer: Tokenizer) -> Probe:
         return with_picture(super().probe(cfg, built, first, tokenizer), _shown(built, tokenizer))
 
-    def beside_weights(self, cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> dict[str, bytes]:
+    def extra_files(self, cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> dict[str, bytes]:
         made = vision_data.stored_proof(cfg, data, tokenizer) if cfg.vision.vision_proof else None
         return {proof_file.FILE: made} if made is not None else {}
 

@@ -68,7 +68,7 @@ from erniekit.version import __version__
 
 DONE = b"data: [DONE]\n\n"
 IGNORED = "X-Ignored-Fields"
-VISION_BODY_BYTES = 32 * 2**20  # of a chat with a model that sees
+VISION_BODY_BYTES = 32 * 2**20  # of a chat with a vision-language model
 MAX_LOGGED_NAMES = 64  # field names; clients can make up any number
 
 
@@ -80,9 +80,9 @@ class ApiSettings:
     created: int = 0
     hosts: Hosts | None = None  # the names it is reached by; None: any
     prompts: PromptLimits = field(default_factory=PromptLimits)  # of the work on prompts
-    media: MediaSettings = field(default_factory=MediaSettings)  # of decoding, where a model sees
+    media: MediaSettings = field(default_factory=MediaSettings)  # of decoding, for vision-language models
     adapters: RuntimeAdapters | None = None  # those that come and go
-    details: bool = False  # usage says how many tokens of a prompt were cached
+    details: bool = False  # usage counts the tokens of a prompt that were cached
 
 
 class Api:
@@ -93,9 +93,9 @@ class Api:
         self.metrics = Metrics()
         self.prompts = PromptWork(settings.prompts)
         self.grammars = GrammarWork()
-        sees = next((served.vision for served in models.values() if served.vision is not None), None)
-        self.media = None if sees is None else MediaReader(sees.rules.limits, settings.media)
-        self.body = BodyLimit(MAX_BODY_BYTES if sees is None else VISION_BODY_BYTES)
+        vision = next((served.vision for served in models.values() if served.vision is not None), None)
+        self.media = None if vision is None else MediaReader(vision.rules.limits, settings.media)
+        self.body = BodyLimit(MAX_BODY_BYTES if vision is None else VISION_BODY_BYTES)
         self.running_requests: weakref.WeakSet[RunningRequest] = weakref.WeakSet()
         self.monitor = HealthMonitor(engine, self.prompts)
         for served in models.values():
@@ -134,8 +134,8 @@ class Api:
     async def load_adapter(self, request: Request) -> Response:
         """Serve an adapter by name, from a folder that the server may load from."""
         body = await read_json(request, LoadAdapterRequest)
-        said = await self._adapters().load(body.lora_name, body.lora_path, body.load_inplace)
-        return Response(said, media_type="text/plain")
+        message = await self._adapters().load(body.lora_name, body.lora_path, body.load_inplace)
+        return Response(message, media_type="text/plain")
 
     async def unload_adapter(self, request: Request) -> Response:
         """Stop serving such an adapter; its running answers end as they would."""
@@ -148,7 +148,7 @@ class Api:
         return self.settings.adapters
 
     async def list_models(self) -> Response:
-        """The models that can be asked for by name."""
+        """The models that can be requested by name."""
         return _json({"object": "list", "data": [self._card(served) for served in self.models.values()]})
 
     async def one_model(self, model: str) -> Response:
@@ -239,7 +239,7 @@ class Api:
             raise self._removed(parsed.served.name)
         if parsed.grammar is None:
             return prepared
-        return prepared.bound(await self.grammars.compile(parsed.grammar, parsed.served, prepared.thinks))
+        return prepared.bound(await self.grammars.compile(parsed.grammar, parsed.served, prepared.reasoning_open))
 
     async def _read_prompt(self, parsed: ParsedRequest) -> Any:
         """What `parsed.prepare` takes, or Failed."""
@@ -310,8 +310,8 @@ class Api:
 
 
 def _no_model(name: str) -> RequestError:
-    words = f"there is no model {name!r} here: /v1/models lists them"[:400]
-    return RequestError(404, words, param="model", code="model_not_found")
+    message = f"there is no model {name!r} here: /v1/models lists them"[:400]
+    return RequestError(404, message, param="model", code="model_not_found")
 
 
 class EventStream(Response):
@@ -390,7 +390,7 @@ async def _on_exception(request: Request, error: Exception) -> Response:
 async def _on_http(request: Request, error: Exception) -> Response:
     """Starlette's own 404 and 405, in our shape."""
     assert isinstance(error, HTTPException)
-    words = {404: "not found: no such endpoint", 405: "this endpoint does not support that method"}
+    messages = {404: "not found: no such endpoint", 405: "this endpoint does not support that method"}
     return error_response(
-        RequestError(error.status_code, words.get(error.status_code, "bad request"), headers=error.headers)
+        RequestError(error.status_code, messages.get(error.status_code, "bad request"), headers=error.headers)
     )

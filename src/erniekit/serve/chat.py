@@ -1,6 +1,6 @@
 """`erniekit chat`: a conversation in the terminal, or one answer with --prompt. Called by cli/main.py.
 
-It speaks to a server that runs, or opens a folder behind one of its own (chat_server.py); either way it is a client.
+It connects to a running server, or starts one for a folder (chat_server.py); either way it is a client.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from erniekit.serve import chat_media
 from erniekit.serve.chat_client import EVERYWHERE, Address, ChatAnswer, Client, NoAnswer, address_of, is_address
 from erniekit.serve.chat_commands import QUOTES, TextFile, command_in, run_command
 from erniekit.serve.chat_media import Attachment
-from erniekit.serve.interrupts import heard_at_the_prompt
+from erniekit.serve.interrupts import prompt_interrupts
 from erniekit.serve.output_parser import Delta
 from erniekit.serve.server import read_key
 
-WORDS = "'exit' quits, 'clear' resets, '/help' lists commands, Ctrl-C stops an answer"
-# What a terminal would obey rather than show: all control characters but tab and newline.
+HINT = "'exit' quits, 'clear' resets, '/help' lists commands, Ctrl-C stops an answer"
+# Characters a terminal would act on rather than show: all control characters but tab and newline.
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
 
@@ -39,16 +39,16 @@ def chat_command(args: list[str]) -> int:
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a character this terminal cannot spell must not end the conversation
             stream.reconfigure(errors="replace")
-    alone = "prompt" in own
-    with connect(cfg, sys.stderr if alone else sys.stdout, quiet=alone) as (client, about):
-        talk = ChatSession(client, request_fields(cfg), own.get("system", ""), pixels=pixels)
-        talk.attached = attached
-        if alone:
-            return ask(talk, own["prompt"], sys.stdout, sys.stderr)
-        return converse(talk, about, sys.stdin, sys.stdout)
+    one_shot = "prompt" in own
+    with connect(cfg, sys.stderr if one_shot else sys.stdout, quiet=one_shot) as (client, about):
+        session = ChatSession(client, request_fields(cfg), own.get("system", ""), pixels=pixels)
+        session.attached = attached
+        if one_shot:
+            return answer_prompt(session, own["prompt"], sys.stdout, sys.stderr)
+        return converse(session, about, sys.stdin, sys.stdout)
 
 
-# ---- whom to talk to
+# ---- the server to connect to
 
 
 @contextmanager
@@ -77,7 +77,7 @@ def connect(cfg: RunConfig, output: TextIO, quiet: bool = False) -> Iterator[tup
 
 
 def server_of(cfg: RunConfig) -> tuple[Address | None, bool]:
-    """(server to ask, whether it must be there). A recipe of a chat names both a port and a folder: the folder is
+    """(server to use, whether it must be there). A recipe of a chat names both a port and a folder: the folder is
     opened when no server answers at the port."""
     s, model = cfg.serve, cfg.model.model_name_or_path
     if model and is_address(model):
@@ -104,7 +104,7 @@ def server_of(cfg: RunConfig) -> tuple[Address | None, bool]:
 
 
 def request_fields(cfg: RunConfig) -> dict[str, Any]:
-    """Every key of sampling in the words of the interface; the server's own values never step in."""
+    """Every sampling key by its name in the API; the server's defaults are never used."""
     s = cfg.serve
     out: dict[str, Any] = {
         "max_tokens": s.max_new_tokens,
@@ -152,10 +152,10 @@ class ChatSession:
         self._files: dict[str, str] = {}  # place in the request -> the file that is there
 
     def set_system(self, text: str) -> None:
-        """In place of the one there is; what was said stays."""
-        said = [message for message in self.messages if message["role"] != "system"]
+        """Replaces the system text; the messages so far stay."""
+        dialogue = [message for message in self.messages if message["role"] != "system"]
         self.system = text
-        self.messages = [*([{"role": "system", "content": text}] if text else []), *said]
+        self.messages = [*([{"role": "system", "content": text}] if text else []), *dialogue]
 
     def attach(self, line: str) -> Attachment | None:
         """What the line attaches to the next question, if it does."""
@@ -164,17 +164,17 @@ class ChatSession:
             self.attached.append(found)
         return found
 
-    def say(self, text: str, screen: Screen) -> ChatAnswer:
-        """Ctrl-C hangs up, which stops the server, and keeps what was said."""
+    def send(self, text: str, screen: Screen) -> ChatAnswer:
+        """Ctrl-C closes the connection, which stops the server, and keeps the text so far."""
         text, named = chat_media.named_in(text, self.pixels)
         text = "\n".join([*(file.block for file in self.files), text])
         self.files = []
         shown, self.attached = [*self.attached, *named], []
         files = {f"messages[{len(self.messages)}].content[{k}]": str(one.path) for k, one in enumerate(shown)}
-        asked = [*self.messages, {"role": "user", "content": chat_media.content(text, shown)}]
+        messages = [*self.messages, {"role": "user", "content": chat_media.content(text, shown)}]
         answer = ChatAnswer()
         try:
-            with closing(self.client.answer(asked, self.options, answer)) as pieces:
+            with closing(self.client.answer(messages, self.options, answer)) as pieces:
                 for piece in pieces:
                     screen.show(piece)
         except KeyboardInterrupt:
@@ -184,8 +184,8 @@ class ChatSession:
             raise
         if answer.text or answer.finish != "interrupt":
             # Half a character may come of a cut answer, and no server takes it back.
-            said = answer.text.encode("utf-8", "replace").decode()
-            self.messages = [*asked, {"role": "assistant", "content": said}]
+            reply = answer.text.encode("utf-8", "replace").decode()
+            self.messages = [*messages, {"role": "assistant", "content": reply}]
             self._files |= files
         return answer
 
@@ -209,7 +209,7 @@ class Screen:
         self._put(text, self.thoughts if kind == "reasoning" else self.output)
 
     def ending(self, notes: str, output: TextIO) -> str:
-        """Of the line, with what there is to say of the answer."""
+        """Ends the line, with notes on the answer."""
         return f" {notes}" if notes and self.last and output is self.output else notes
 
     def end(self, notes: str, output: TextIO) -> None:
@@ -224,27 +224,27 @@ def notes_on(answer: ChatAnswer) -> str:
     known = {None: "", "stop": "", "tool_calls": "", "length": "[cut at the length limit]", "interrupt": "[stopped]"}
     notes = [known.get(answer.finish, f"[{answer.finish}]")]
     if answer.usage:
-        asked, said = (answer.usage.get(name, "?") for name in ("prompt_tokens", "completion_tokens"))
-        notes.append(f"[{asked} tokens asked, {said} said]")
+        prompt, generated = (answer.usage.get(name, "?") for name in ("prompt_tokens", "completion_tokens"))
+        notes.append(f"[{prompt} prompt tokens, {generated} generated]")
     return " ".join(note for note in notes if note).translate(_CONTROLS)
 
 
-def ask(talk: ChatSession, prompt: str, output: TextIO, aside: TextIO) -> int:
-    """One answer, and nothing else on `output`: thoughts and notes go aside."""
-    screen = Screen(output, aside)
-    answer = talk.say(prompt, screen)
+def answer_prompt(session: ChatSession, prompt: str, output: TextIO, notes_output: TextIO) -> int:
+    """One answer, and nothing else on `output`: reasoning and notes go to `notes_output`."""
+    screen = Screen(output, notes_output)
+    answer = session.send(prompt, screen)
     screen.end("", output)
     notes = notes_on(answer)
     if notes:
-        screen.end(notes, aside)
+        screen.end(notes, notes_output)
     return 130 if answer.finish == "interrupt" else 0
 
 
-def converse(talk: ChatSession, about: str, input_stream: TextIO, output: TextIO) -> int:
+def converse(session: ChatSession, about: str, input_stream: TextIO, output: TextIO) -> int:
     """Turns until `exit` or `quit`, the end of the input, or Ctrl-C twice."""
-    print(f"{about}; {WORDS}", file=output, flush=True)
+    print(f"{about}; {HINT}", file=output, flush=True)
     interrupts = 0
-    with heard_at_the_prompt():
+    with prompt_interrupts():
         while interrupts < 2:
             try:
                 text = _read(input_stream, output)
@@ -252,9 +252,9 @@ def converse(talk: ChatSession, about: str, input_stream: TextIO, output: TextIO
                 if text is None or (command is not None and command[0] == "/exit"):
                     break
                 if command is not None:
-                    print(_obeyed(talk, *command), file=output, flush=True)
+                    print(_command_output(session, *command), file=output, flush=True)
                 elif message := _whole(text, input_stream, output).strip():
-                    interrupts, last = _turn(talk, message, output)
+                    interrupts, last = _turn(session, message, output)
                     print(last, file=output, flush=True)
             except KeyboardInterrupt:  # at the prompt, or on the way there
                 interrupts += 1
@@ -275,23 +275,23 @@ def _whole(line: str, input_stream: TextIO, output: TextIO) -> str:
     return line
 
 
-def _obeyed(talk: ChatSession, name: str, rest: str) -> str:
+def _command_output(session: ChatSession, name: str, rest: str) -> str:
     try:
-        return run_command(talk, name, rest).translate(_CONTROLS)
+        return run_command(session, name, rest).translate(_CONTROLS)
     except ErnieKitError as error:
         return "\n".join(error.lines()).translate(_CONTROLS)
 
 
-def _turn(talk: ChatSession, text: str, output: TextIO) -> tuple[int, str]:
-    """One answer on the screen; 1 when it was interrupted, and how its line ends. A refusal is said and the
+def _turn(session: ChatSession, text: str, output: TextIO) -> tuple[int, str]:
+    """One answer on the screen; 1 when it was interrupted, and how its line ends. A refusal is printed and the
     conversation goes on."""
     screen = Screen(output, output)
     try:
         print("Assistant: ", end="", file=output, flush=True)
-        answer = talk.say(text, screen)
+        answer = session.send(text, screen)
     except ErnieKitError as error:
         return 0, "\n" + "\n".join(error.lines()).translate(_CONTROLS)
-    except KeyboardInterrupt:  # before it was asked
+    except KeyboardInterrupt:  # before the request was sent
         return 1, "[stopped]"
     return int(answer.finish == "interrupt"), screen.ending(notes_on(answer), output)
 
@@ -301,7 +301,7 @@ def _read(input_stream: TextIO, output: TextIO, first: bool = True) -> str | Non
     message."""
     if input_stream is sys.stdin and sys.stdin.isatty():
         with suppress(ImportError):
-            import readline  # input() then edits lines and remembers them
+            import readline  # input() then edits lines and keeps a history
 
             # Python switches it off. Pasted lines are then one message, and not a question each.
             readline.parse_and_bind("set enable-bracketed-paste on")
@@ -313,25 +313,25 @@ def _read(input_stream: TextIO, output: TextIO, first: bool = True) -> str | Non
     if first:
         print("User: ", end="", file=output, flush=True)
     line = input_stream.readline()
-    if first:  # a pipe shows no typed line: end the prompt's own, so that answers stand apart
+    if first:  # a pipe shows no typed line: end the prompt's own, so that answers begin on a new line
         print(file=output, flush=True)
     return line.rstrip("\n") if line else None
 
 
 def own_flags(args: list[str]) -> tuple[list[str], dict[str, str], list[tuple[str, str]]]:
-    """--prompt, --system, --image and --video belong to chat alone: they are no keys of a run. The last are (kind,
+    """--prompt, --system, --image and --video belong to chat only: they are no keys of a run. The last are (kind,
     path), in their order."""
     rest: list[str] = []
     own: dict[str, str] = {}
     shown: list[tuple[str, str]] = []
-    words = iter(args)
-    for word in words:
-        name, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or name not in ("prompt", "system", "image", "video"):
-            rest.append(word)
+    arguments = iter(args)
+    for argument in arguments:
+        name, equals, value = argument.removeprefix("--").partition("=")
+        if not argument.startswith("--") or name not in ("prompt", "system", "image", "video"):
+            rest.append(argument)
             continue
         is_path = name in ("image", "video")
-        given = value if equals else next(words, None)
+        given = value if equals else next(arguments, None)
         if given is None or (is_path and not given):
             needs, form = ("a path", "PATH") if is_path else ("a text", '"..."')
             raise ConfigError(f"--{name} needs {needs}", where=f"flag --{name}", fix=f"--{name} {form}")

@@ -29,7 +29,7 @@ COMMANDS = {
     "/save PATH": "write the conversation to a new file, as one line of JSONL",
 }
 MULTILINE = 'A message of several lines: paste it, end a line with \\, or put """ before and after it.'
-WORDS = {"exit": "/exit", "quit": "/exit", "/quit": "/exit", "clear": "/clear"}  # other names
+ALIASES = {"exit": "/exit", "quit": "/exit", "/quit": "/exit", "clear": "/clear"}  # other names
 QUOTES = '"""'
 _COMMAND = re.compile(r"/[a-z]+")
 
@@ -56,34 +56,34 @@ def command_in(line: str) -> tuple[str, str] | None:
     """(command, its argument); None: the line is a message, as pasted lines always are."""
     if "\n" in line.strip():
         return None
-    word, _, rest = line.strip().partition(" ")
-    if not rest and word in WORDS:
-        return WORDS[word], ""
-    if not _COMMAND.fullmatch(word):
+    command, _, rest = line.strip().partition(" ")
+    if not rest and command in ALIASES:
+        return ALIASES[command], ""
+    if not _COMMAND.fullmatch(command):
         return None
-    return WORDS.get(word, word), rest.strip()
+    return ALIASES.get(command, command), rest.strip()
 
 
-def run_command(talk: ChatSession, name: str, rest: str) -> str:
+def run_command(session: ChatSession, name: str, rest: str) -> str:
     """What the screen shows. Raises ErnieKitError for what cannot be done."""
     if name == "/help":
         width = max(map(len, COMMANDS))
         return "\n".join([*(f"{usage:<{width}}  {about}" for usage, about in COMMANDS.items()), MULTILINE])
     if name == "/clear":
-        talk.clear()
+        session.clear()
         return "cleared"
     if name == "/system":
-        return _system(talk, rest)
+        return _system(session, rest)
     if name == "/file":
         file = read_text_file(_path(name, rest))
-        talk.files.append(file)
+        session.files.append(file)
         return f"{file} goes with the next question"
     if name == "/save":
-        return _save(talk, Path(_path(name, rest)).expanduser())
+        return _save(session, Path(_path(name, rest)).expanduser())
     known = next((usage for usage in COMMANDS if usage.partition(" ")[0] == name), None)
     if known is None:
         raise DataError(f"there is no command {name}", where=name, fix="/help lists the commands")
-    return f"{talk.attach(f'{name} {rest}')} goes with the next question"
+    return f"{session.attach(f'{name} {rest}')} goes with the next question"
 
 
 def _path(name: str, rest: str) -> str:
@@ -93,11 +93,11 @@ def _path(name: str, rest: str) -> str:
     return path
 
 
-def _system(talk: ChatSession, text: str) -> str:
+def _system(session: ChatSession, text: str) -> str:
     if not text:
-        return f"system: {talk.system}" if talk.system else "there is no system text"
-    talk.set_system("" if text in ('""', "''") else text)
-    return "system text set" if talk.system else "system text removed"
+        return f"system: {session.system}" if session.system else "there is no system text"
+    session.set_system("" if text in ('""', "''") else text)
+    return "system text set" if session.system else "system text removed"
 
 
 def read_text_file(path: str) -> TextFile:
@@ -121,12 +121,12 @@ def read_text_file(path: str) -> TextFile:
     return TextFile(file, text)
 
 
-def _save(talk: ChatSession, path: Path) -> str:
+def _save(session: ChatSession, path: Path) -> str:
     """Never over a file that is there."""
-    said = [message for message in talk.messages if message["role"] != "system"]
-    if not said:
-        raise DataError("nothing has been said yet", where="/save", fix="ask something first")
-    line = json.dumps({"messages": talk.messages}, ensure_ascii=False)
+    dialogue = [message for message in session.messages if message["role"] != "system"]
+    if not dialogue:
+        raise DataError("the conversation is empty", where="/save", fix="ask something first")
+    line = json.dumps({"messages": session.messages}, ensure_ascii=False)
     try:
         with path.open("x", encoding="utf-8", errors="replace") as file:
             file.write(line + "\n")
@@ -136,4 +136,4 @@ def _save(talk: ChatSession, path: Path) -> str:
         raise DataError(
             f"it cannot be written: {error.strerror or error}", where=str(path), fix="check the path"
         ) from None
-    return f"{len(said)} messages saved to {path}"
+    return f"{len(dialogue)} messages saved to {path}"

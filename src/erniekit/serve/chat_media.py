@@ -34,12 +34,12 @@ class Attachment:
         return {"type": f"{self.kind}_url", f"{self.kind}_url": {"url": self.url}}
 
     def __str__(self) -> str:
-        word = "picture" if self.kind == "image" else "video"
-        return f"{word} {self.path.name} ({self.size:,} bytes)"
+        noun = "picture" if self.kind == "image" else "video"
+        return f"{noun} {self.path.name} ({self.size:,} bytes)"
 
 
 def attach(path: str, kind: str, pixels: int = MediaLimits.pixels) -> Attachment:
-    """kind: image or video, or what its name says where it is neither. pixels: most of a picture."""
+    """kind: image or video, or by its name where it is neither. pixels: most of a picture."""
     file = Path(path.strip().strip("\"'")).expanduser()
     guessed = mimetypes.guess_type(file.name)[0] or ""
     kind = kind or guessed.partition("/")[0]
@@ -90,7 +90,7 @@ def is_video(content: bytes) -> bool:
 
 
 def check(content: bytes, kind: str, file: Path, pixels: int) -> None:
-    """That it is what it passes for, by its header: a server would say it only once it is asked."""
+    """Checks the header: a server would refuse a wrong file only after the question is sent."""
     if not content:
         raise DataError("the file is empty", where=str(file), fix="name another file")
     if kind == "video":
@@ -108,7 +108,7 @@ def check(content: bytes, kind: str, file: Path, pixels: int) -> None:
         large = error.kind == "too_many_pixels"
         fix = "scale it down" if large else "/image takes PNG, JPEG, WebP and the like, whole"
         raise DataError(error.reason.removeprefix(": "), where=str(file), fix=fix) from None
-    except ErnieKitError:  # no Pillow here: the server will say it
+    except ErnieKitError:  # no Pillow here: the server will report it
         return
     if header.animated:
         raise DataError("it is an animated picture", where=str(file), fix=f"/video {file} shows all of it")
@@ -116,12 +116,12 @@ def check(content: bytes, kind: str, file: Path, pixels: int) -> None:
 
 def command(line: str, pixels: int = MediaLimits.pixels) -> Attachment | None:
     """What `/image PATH` or `/video PATH` names; None: the line is a question."""
-    word, _, path = line.strip().partition(" ")
-    if word not in COMMANDS:
+    name, _, path = line.strip().partition(" ")
+    if name not in COMMANDS:
         return None
     if not path.strip():
-        raise DataError(f"{word} needs a path", where=line.strip(), fix=f"{word} PATH")
-    return attach(path, COMMANDS[word], pixels)
+        raise DataError(f"{name} needs a path", where=line.strip(), fix=f"{name} PATH")
+    return attach(path, COMMANDS[name], pixels)
 
 
 def named_in(text: str, pixels: int = MediaLimits.pixels) -> tuple[str, list[Attachment]]:
@@ -140,7 +140,7 @@ def named_in(text: str, pixels: int = MediaLimits.pixels) -> tuple[str, list[Att
 
 
 def content(text: str, attached: list[Attachment]) -> str | list[dict[str, Any]]:
-    """Of the user's message: what is shown comes before what is asked."""
+    """Of the user's message: media come before the question."""
     if not attached:
         return text
     if sum(one.size for one in attached) > MAX_BYTES:
@@ -149,5 +149,5 @@ def content(text: str, attached: list[Attachment]) -> str | list[dict[str, Any]]
             where=", ".join(one.path.name for one in attached)[:200],
             fix="send fewer or smaller ones",
         )
-    said = [{"type": "text", "text": text}] if text else []
-    return [*(one.part for one in attached), *said]
+    text_parts = [{"type": "text", "text": text}] if text else []
+    return [*(one.part for one in attached), *text_parts]

@@ -1,6 +1,6 @@
 """A server for one conversation: a folder behind the OpenAI routes on a free port of this machine, in this process.
 
-Used by chat.py, which talks to it as to any other server.
+Used by chat.py, which connects to it as to any other server.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ START_S = 30.0
 
 
 def check_engine(cfg: RunConfig) -> None:
-    """A folder is opened by the embedded engine; another one that is asked for has a server of its own."""
-    s, words = cfg.serve, " ".join(cfg.files) or cfg.model.model_name_or_path or "DIR"
+    """A folder is opened by the embedded engine; any other engine runs as a server of its own."""
+    s, source = cfg.serve, " ".join(cfg.files) or cfg.model.model_name_or_path or "DIR"
     if s.engine not in ("auto", EMBEDDED):
         raise ConfigError(
             f"chat opens a folder with the embedded engine, and engine is {s.engine}",
             where=cfg.origin("engine"),
-            fix=f"start it: erniekit server {words} --engine {s.engine}; then erniekit chat --port {s.port}",
+            fix=f"start it: erniekit server {source} --engine {s.engine}; then erniekit chat --port {s.port}",
         )
 
 

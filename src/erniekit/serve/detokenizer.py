@@ -48,10 +48,10 @@ class Detokenizer:
 class StopStrings:
     """Text with what might be the start of a stop string held back until it is decided."""
 
-    def __init__(self, words: Sequence[str], keep: bool = False) -> None:
+    def __init__(self, strings: Sequence[str], keep: bool = False) -> None:
         """keep: the one that is found is shown too."""
         self.keep = keep
-        self.words = tuple(word for word in words if word)
+        self.strings = tuple(string for string in strings if string)
         self.hit: str | None = None
         self._held = ""
 
@@ -60,19 +60,19 @@ class StopStrings:
         if self.hit is not None:
             return ""
         self._held += text
-        found = [(at, word) for word in self.words if (at := self._held.find(word)) >= 0]
+        found = [(at, string) for string in self.strings if (at := self._held.find(string)) >= 0]
         if found:
             at, self.hit = min(found)
             return self._held[: at + len(self.hit)] if self.keep else self._held[:at]
-        keep = 0 if last else partial_match(self._held, self.words)
+        keep = 0 if last else partial_match(self._held, self.strings)
         shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return shown
 
 
-def partial_match(text: str, words: Sequence[str]) -> int:
-    """How many of the last characters may yet become one of `words`."""
-    longest = max(map(len, words), default=1) - 1
+def partial_match(text: str, strings: Sequence[str]) -> int:
+    """How many of the last characters may yet become one of `strings`."""
+    longest = max(map(len, strings), default=1) - 1
     for n in range(min(longest, len(text)), 0, -1):
-        if any(word.startswith(text[-n:]) for word in words):
+        if any(string.startswith(text[-n:]) for string in strings):
             return n
     return 0

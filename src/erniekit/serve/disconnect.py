@@ -16,11 +16,11 @@ async def until_disconnect(receive: Receive, work: Awaitable[Any]) -> Any:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    doing, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    work_task, watch_task = asyncio.ensure_future(work), asyncio.ensure_future(gone())
     try:
-        await asyncio.wait({doing, watching}, return_when=asyncio.FIRST_COMPLETED)
-        return doing.result() if doing.done() else None
+        await asyncio.wait({work_task, watch_task}, return_when=asyncio.FIRST_COMPLETED)
+        return work_task.result() if work_task.done() else None
     finally:
-        for task in (doing, watching):
+        for task in (work_task, watch_task):
             task.cancel()
-        await asyncio.gather(doing, watching, return_exceptions=True)
+        await asyncio.gather(work_task, watch_task, return_exceptions=True)

@@ -105,7 +105,7 @@ def _unit(vector: tuple[float, ...]) -> tuple[float, ...]:
 
 
 def _encoded(vector: tuple[float, ...], form: str) -> Any:
-    """base64: little-endian fp32, which is what OpenAI's client asks for by itself."""
+    """base64: little-endian fp32, which OpenAI's client requests by default."""
     if form == "float":
         return list(vector)
     return base64.b64encode(array.array("f", vector).tobytes()).decode()

@@ -45,8 +45,8 @@ def stop_ids(found: Found) -> list[int]:
     out: list[int] = []
     places = [folder / "generation_config.json" for folder in (found.adapter, found.weights.path) if folder]
     side = next((file for file in places if has_file(file.parent, file.name)), None)
-    told = read_json(side) if side else {}
-    for source in (found.weights.config_json, told):
+    side_config = read_json(side) if side else {}
+    for source in (found.weights.config_json, side_config):
         ends = source.get("eos_token_id")
         out += [id for id in (ends if isinstance(ends, list) else [ends]) if isinstance(id, int)]
     return [id for id in out if 0 <= id < found.weights.config.vocab_size]

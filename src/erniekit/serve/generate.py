@@ -55,23 +55,23 @@ class Generator:
         config: Any = model.config
         self.tokenizer, self.max_positions, self.vocab_size = tokenizer, config.max_positions, config.vocab_size
         self.stop_ids = sorted({tokenizer.eos_id, tokenizer.end_id, *stop_ids})
-        self.twin: Any = to_transformers(fold(model).eval(), config)
+        self.hf_model: Any = to_transformers(fold(model).eval(), config)
 
     @torch.no_grad()
     def answer(
         self, prompt: Sequence[int], sampling: Sampling, on_text: Callable[[str], None] = lambda text: None
     ) -> GeneratedText:
-        """Whole characters go to `on_text` as they come. Ctrl-C ends the answer and keeps what was said."""
+        """Whole characters go to `on_text` as they come. Ctrl-C ends the answer and keeps the text so far."""
         from transformers import GenerationConfig, LogitsProcessorList
 
-        room = min(sampling.max_model_len, self.max_positions) - len(prompt)
-        if room < 1:
+        available = min(sampling.max_model_len, self.max_positions) - len(prompt)
+        if available < 1:
             raise DataError(
-                f"the conversation is {len(prompt)} tokens long; {len(prompt) + room} is the limit",
+                f"the conversation is {len(prompt)} tokens long; {len(prompt) + available} is the limit",
                 where="max_model_len" if sampling.max_model_len <= self.max_positions else "the model's positions",
                 fix="ask with less text, or raise max_model_len (a model's own positions are its end)",
             )
-        limit = min(sampling.max_new_tokens, room)
+        limit = min(sampling.max_new_tokens, available)
         chances = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         settings = GenerationConfig(
             max_new_tokens=limit,
@@ -82,21 +82,21 @@ class Generator:
             pad_token_id=self.tokenizer.pad_id,
             **({} if sampling.greedy else chances),
         )
-        ids = torch.tensor([list(prompt)], device=self.twin.device)
-        said = _TokenStreamer(self.tokenizer, self.stop_ids, on_text)
+        ids = torch.tensor([list(prompt)], device=self.hf_model.device)
+        streamer = _TokenStreamer(self.tokenizer, self.stop_ids, on_text)
         stopped = ""
         try:
-            self.twin.generate(
+            self.hf_model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 generation_config=settings,
                 logits_processor=LogitsProcessorList(self._processors(len(prompt), sampling)),
-                streamer=said,
+                streamer=streamer,
             )
         except KeyboardInterrupt:
             stopped = "interrupt"
-        said.flush()
-        return GeneratedText(said.ids, said.text, stopped or ("stop" if said.ended else "length"))
+        streamer.flush()
+        return GeneratedText(streamer.ids, streamer.text, stopped or ("stop" if streamer.ended else "length"))
 
     def _processors(self, prompt_length: int, sampling: Sampling) -> list[Callable[..., torch.Tensor]]:
         out: list[Callable[..., torch.Tensor]] = []
@@ -113,9 +113,9 @@ def _mask_padding(scores: torch.Tensor, known: int) -> torch.Tensor:
     return scores
 
 
-def _penalise(said: torch.Tensor, scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """OpenAI's two penalties: per time a token was said, and once for having been said. said [1, n], scores [1, V]."""
-    counts = torch.zeros_like(scores).scatter_add_(1, said, torch.ones_like(said, dtype=scores.dtype))
+def _penalise(generated: torch.Tensor, scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """OpenAI's two penalties: per occurrence of a token, and once for any. generated [1, n], scores [1, V]."""
+    counts = torch.zeros_like(scores).scatter_add_(1, generated, torch.ones_like(generated, dtype=scores.dtype))
     return scores - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0).to(scores.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Compiles grammars of requests beside the event loop, bounded in number, in waiting and in time. Used by api.py.
+"""Compiles grammars of requests outside the event loop, bounded in number, in waiting and in time. Used by api.py.
 
 Every schema is first looked at in a process: what takes too long there is refused, and never begun here.
 """

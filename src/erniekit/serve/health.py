@@ -12,7 +12,7 @@ from erniekit.serve.prompt_work import PromptWork
 EVERY_S = 0.5
 STALL_S = 120.0  # without a step of the engine, though it has work: a step of a large model on a CPU takes a minute
 LAG_S = 5.0  # that the event loop came too late
-LAG_KEPT_S = 10.0  # how long such a lag is told
+LAG_KEPT_S = 10.0  # how long such a lag is reported
 
 
 class HealthMonitor:

@@ -49,17 +49,17 @@ class ModelEntry:
 
 
 def find_models(cfg: RunConfig) -> list[ModelEntry]:
-    """What the keys ask for; the first is the default. An adapter brings its base with it."""
+    """The models the keys name; the first is the default. An adapter brings its base with it."""
     folder, below = choose_folder(cfg)
     first = find_model(folder, below, cfg.model.download_hub, cfg.lora.override_base)
     refuse_score_head(first.weights.config.labels, cfg.command, first.describe())
     base = Found(first.weights)
     named = cfg.serve.served_model_name
     out = [ModelEntry(named or _name(first.adapter or first.weights.path), first)]
-    for word in cfg.serve.lora_modules:
-        name, equals, path = word.partition("=")
+    for entry in cfg.serve.lora_modules:
+        name, equals, path = entry.partition("=")
         if not equals:
-            name, path = _name(Path(word)), word
+            name, path = _name(Path(entry)), entry
         found = _adapter_at(path.strip(), first.weights.path, cfg.lora.override_base, "lora_modules")
         out.append(ModelEntry(name.strip(), found))
     if first.adapter is not None:
@@ -104,12 +104,12 @@ def load_models(cfg: RunConfig, entries: list[ModelEntry]) -> LoadedModels:
     hardware = pick(cfg.train.device, cfg.train.no_cuda)
     device = hardware.handle
     weights = entries[0].found.weights
-    asked = cfg.precision.compute_type if cfg.given("compute_type") else None
+    compute_type = cfg.precision.compute_type if cfg.given("compute_type") else None
     # CPUs without 16-bit units compute bf16 many times slower than fp32.
-    dtype = DTYPES.get(asked or "") or (None if hardware.fast_bf16 else torch.float32)
+    dtype = DTYPES.get(compute_type or "") or (None if hardware.fast_bf16 else torch.float32)
     kept = SERVED.get(cfg.serve.quantization or "", BF16)
-    told: list[str] = []
-    base = weights.build(dtype, device, packing(weights, kept, device, told.append)).eval()
+    notes: list[str] = []
+    base = weights.build(dtype, device, packing(weights, kept, device, notes.append)).eval()
     trees: dict[str, nn.Module] = {}
     for entry in entries:
         trees[entry.name] = base if entry.found.adapter is None else with_adapter(base, entry.found)
@@ -121,8 +121,8 @@ def load_models(cfg: RunConfig, entries: list[ModelEntry]) -> LoadedModels:
     cache = make_cache(weights.config, limits, s.block_size, kind, hardware, share, given)
     vision = vision_settings(cfg, entries[0]) if weights.config.vision is not None else None
     models = {entry.name: _served(entry, longest, cfg.model.tokenizer_name, entries, vision) for entry in entries}
-    word = str(kind).removeprefix("torch.")
-    about = f"{word} on {device}, {limits.sequences} at once, a cache of {cache.blocks * cache.size} tokens"
+    dtype_name = str(kind).removeprefix("torch.")
+    about = f"{dtype_name} on {device}, {limits.sequences} at once, a cache of {cache.blocks * cache.size} tokens"
     fast = hardware if s.decoding == "auto" and hardware.records_graphs and hardware.triton else None
     engine = EmbeddedEngine(trees, cache, limits, fast)
 
@@ -133,18 +133,18 @@ def load_models(cfg: RunConfig, entries: list[ModelEntry]) -> LoadedModels:
         return with_adapter(base, found), replace(served, key=key)
 
     adapters = RuntimeAdapters(engine, models, s.lora_dirs, open_adapter)
-    return LoadedModels(engine, models, "; ".join([*told, about]), adapters)
+    return LoadedModels(engine, models, "; ".join([*notes, about]), adapters)
 
 
 def with_adapter(base: nn.Module, found: Found) -> nn.Module:
-    """The base's own tensors with an adapter beside them: only the adapter takes memory."""
+    """The base's own tensors with an adapter added: only the adapter takes memory."""
     tree = second_tree(base, found)
     found.check(tree)
     return tree
 
 
 def context_length(s: ServeSection, config: DecoderConfig, dtype: torch.dtype, device: Device) -> int:
-    """As asked for; else the model's own, or what one sequence's cache has room for in memory, which is said."""
+    """As requested; else the model's own, or what fits one sequence's cache in memory, with a note."""
     if s.max_model_len is not None:
         return min(s.max_model_len, config.max_positions)
     free = device.usable_memory(s.gpu_memory_utilization)
@@ -167,8 +167,8 @@ def make_cache(
     share: float,
     given: bool = True,
 ) -> PagedCache:
-    """Room for every sequence at full length, or what memory allows. given: the length was asked for; else a host's
-    memory is taken for one sequence of that length, or for each of a usual one, and nothing is said of waiting."""
+    """Blocks for every sequence at full length, or what memory allows. given: the length was set; else a host's
+    memory is taken for one sequence of that length, or for each of a usual one, and waiting is not reported."""
     each = bytes_per_block(config, size, dtype)
     least = -(-limits.length // size)
     wanted = limits.sequences * least
@@ -188,7 +188,7 @@ def make_cache(
 
 
 def vision_settings(cfg: RunConfig, entry: ModelEntry) -> VisionSettings:
-    """Of a model that sees: the keys of training and the folder's own sizes, the limits of a request."""
+    """Of a vision-language model: the keys of training and the folder's own sizes, the limits of a request."""
     given = cfg.serve.limit_mm_per_prompt or {}
     for name, most in given.items():
         if name not in MOST or isinstance(most, bool) or not isinstance(most, int) or most < 0:

@@ -53,7 +53,7 @@ class MediaTurns:
     _arrived: int = 0
 
     def enter(self, client: str, seconds: float) -> MediaTurn:
-        """Raises Busy. Beyond the limit there is as much room again for clients that have nothing here: one client
+        """Raises Busy. Beyond the limit there is as much space again for clients that have nothing here: one client
         cannot fill the queue for the others."""
         most, here = self.settings.processes + self.settings.queue, self._requests.total()
         if here >= (2 * most if not self._requests[client] else most):
@@ -73,15 +73,15 @@ class MediaTurns:
         small ones, then the others; each kind as they came, since large ones in turns would all end too late. For a
         WorkQueue, under its lock."""
         busy = Counter(task.turn.client for task in running)
-        able = [task for task in waiting if busy[task.turn.client] < self.settings.of_one_client]
-        if not able:
+        eligible = [task for task in waiting if busy[task.turn.client] < self.settings.of_one_client]
+        if not eligible:
             return None
 
         def order(task: QueuedTask) -> tuple[int, int, bool, int]:
             turn = task.turn
             return busy[turn.client], self._served.get(turn.client, 0), turn.pixels > SMALL, turn.number
 
-        chosen = min(able, key=order)
+        chosen = min(eligible, key=order)
         self._clock += 1
         self._served[chosen.turn.client] = self._clock
         return chosen
@@ -94,7 +94,7 @@ def pixels_of(medium: Medium, headers: Mapping[str, MediaHeader]) -> int:
 
 
 def too_large(media: Sequence[Medium], headers: Mapping[str, MediaHeader], settings: MediaSettings) -> Failed | None:
-    """What a request may not ask of a decoder, by the headers: nothing is decoded yet."""
+    """What a decoder is not given, by the headers: nothing is decoded yet."""
     shown = 0
     for medium in media:
         place = medium.places[0]

@@ -1,7 +1,7 @@
-"""Media of requests: read by worker processes beside the event loop, bounded in number, in waiting and in time.
+"""Media of requests: read by worker processes outside the event loop, bounded in number, in waiting and in time.
 
 Used by api.py, through `read_vision`. A thread waits for each process; a decoder that hangs or dies is killed with its
-process, and costs the request that sent the picture. media_turns.py says whose medium is next.
+process, and only the request that sent the picture fails. media_turns.py chooses which medium is next.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from erniekit.data.media.limits import MediaError, MediaLimits
 from erniekit.data.media.place import MediaPlace
 from erniekit.data.media.worker import MediaWorker
 from erniekit.data.vision.chat_rows import read_prompt
-from erniekit.data.vision.said import VisionRow
 from erniekit.data.vision.tokens import VisionPrompt
+from erniekit.data.vision.vision_row import VisionRow
 from erniekit.errors import ErnieKitError
 from erniekit.serve.engines.base import CLIENT
 from erniekit.serve.engines.vision_input import PAIR, FeatureCache, PromptVision
@@ -33,7 +33,7 @@ from erniekit.serve.vision_prompt import VisionChat, medium_key, prompt_vision
 from erniekit.serve.work_queue import LEFT_S, QueuedTask, WorkQueue, result_of
 from erniekit.serve.worker_process import registered
 
-Ask = Callable[[Any, str], Any]  # work and a name for messages -> its result
+RunWork = Callable[[Any, str], Any]  # work and a name for messages -> its result
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ReadRow:
     messages: list[dict[str, Any]]
     where: str = "messages"
 
-    def read(self, ask: Ask) -> VisionRow:
+    def read(self, run_work: RunWork) -> VisionRow:
         return numbered(read_prompt(self.messages))
 
 
@@ -54,8 +54,8 @@ class ReadMedium:
     work: ReadHeader | ReadPatches
     where: str  # in the request
 
-    def read(self, ask: Ask) -> Any:
-        return ask(self.work, self.where)
+    def read(self, run_work: RunWork) -> Any:
+        return run_work(self.work, self.where)
 
 
 class MediaProcess:
@@ -72,14 +72,14 @@ class MediaProcess:
         with self._lock:
             self._task = task
 
-        def ask(work: Any, name: str) -> Any:
+        def run_work(work: Any, name: str) -> Any:
             left = task.ends - time.monotonic()
             if left <= 0:
                 raise MediaError("timeout", f"{name}: no time was left to read it")
-            return self._worker.ask(work, replace(self.limits, total=min(self.limits.total, left)), name)
+            return self._worker.run(work, replace(self.limits, total=min(self.limits.total, left)), name)
 
         try:
-            return task.work.read(ask)
+            return task.work.read(run_work)
         except (BadRow, MediaError) as error:
             return Failed("media", error.reason, code=error.kind, where=task.work.where)
         except ErnieKitError as error:  # an extra that is not installed
@@ -106,8 +106,8 @@ class MediaReader:
     def __post_init__(self) -> None:
         s = self.settings
         self._turns = MediaTurns(s)
-        room = 2 * (s.processes + s.queue)  # `turns` counts requests, and each has one piece of work here at a time
-        self._queue = WorkQueue("media", s.processes, room, self._do, self._leave, LEFT_S, self._turns.choose)
+        capacity = 2 * (s.processes + s.queue)  # `turns` counts requests, and each has one piece of work here at a time
+        self._queue = WorkQueue("media", s.processes, capacity, self._do, self._leave, LEFT_S, self._turns.choose)
         self._own = threading.local()
         self._processes: list[MediaProcess] = []
 
@@ -177,7 +177,7 @@ def without_bytes(row: VisionRow) -> tuple[VisionRow, dict[str, MediaPlace]]:
 async def read_vision(
     parsed: ParsedRequest, prompts: PromptWork, media: MediaReader, features: FeatureCache, seconds: float
 ) -> tuple[list[int], PromptVision | None] | Failed:
-    """Ids and pictures of a chat with a model that sees. Media whose features the engine keeps are not decoded."""
+    """Ids and pictures of a chat with a vision-language model. Media with cached features are not decoded."""
     work = parsed.work
     assert isinstance(work, VisionChat)
     if work.media:
@@ -229,12 +229,12 @@ async def _read_media(
                 return found
             headers[place.path] = found
     bare, kept = without_bytes(row)
-    asked = await _ids(parsed, bare, headers, work.thinking, prompts, turn.ends - time.monotonic())
-    if isinstance(asked, Failed):
-        return asked
-    sources = asked.media.sources
+    prompt = await _ids(parsed, bare, headers, work.thinking, prompts, turn.ends - time.monotonic())
+    if isinstance(prompt, Failed):
+        return prompt
+    sources = prompt.media.sources
     if not sources:
-        return asked.ids.tolist(), None
+        return prompt.ids.tolist(), None
     known = [features.all(served.name, medium_key(m), max(1, m.grid[0] // PAIR)) for m in sources]
     missing = [medium for medium, features_of in zip(sources, known) if not features_of]
     if refused := too_large(missing, headers, media.settings):
@@ -249,4 +249,4 @@ async def _read_media(
             if isinstance(pixels, Failed):
                 return pixels
         patches.append(pixels)
-    return asked.ids.tolist(), prompt_vision(asked, patches, served.tokenizer, rules, known)
+    return prompt.ids.tolist(), prompt_vision(prompt, patches, served.tokenizer, rules, known)

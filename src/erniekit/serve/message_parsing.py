@@ -34,7 +34,7 @@ def check_contents(messages: Sequence[Message]) -> None:
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
-    """Clients send back a call's arguments as text; templates want them as they were (parse_arguments)."""
+    """Clients send back a call's arguments as text; templates need them as objects (parse_arguments)."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestError(400, "a tool call needs function: {name, arguments}", param="messages")

@@ -50,7 +50,7 @@ class Metrics:
             ("engine_steps_total", "counter", "Steps of the engine.", load.steps),
             ("prefix_cache_queries_total", "counter", "Prompt tokens looked up in the cache.", load.prefix_queries),
             ("prefix_cache_hits_total", "counter", "Prompt tokens found in the cache.", load.prefix_hits),
-            ("evictions_total", "counter", "Sequences put back for want of cache.", load.evicted),
+            ("evictions_total", "counter", "Sequences preempted for lack of cache.", load.evicted),
             ("preemptions_total", "counter", "Sequences put back for other clients or requests.", load.preempted),
             ("requests_running", "gauge", "Sequences being computed.", load.running),
             ("requests_waiting", "gauge", "Sequences in the queue.", load.waiting),

@@ -25,7 +25,7 @@ from erniekit.serve.request_error import RequestError, as_json
 MAX_BODY_BYTES = 8 * 2**20
 MAX_LARGE_BODIES = 4  # larger ones, with pictures in them, that arrive at once
 BODY_S = 60.0  # for a whole body to arrive
-MAX_VALUES = 2**18  # objects, lists and items of one body: reading and checking so many takes a fraction of a second
+MAX_VALUES = 2**18  # objects, lists and items of one body: reading and checking this many takes a fraction of a second
 _KINDS = {"str", "int", "float", "bool", "dict", "list"}  # pydantic puts them into the place of an error
 OPEN = ("/health",)  # without a key: for load balancers
 
@@ -68,7 +68,7 @@ class Middleware:
         except Exception as error:
             warn(f"{scope['method']} {scope['path']!r}: {type(error).__name__}: {error}")
             if started == 500:
-                return  # told by the handler inside, which raises it again for us to note
+                return  # reported by the handler inside, which raises it again for us to log
             if started:
                 raise  # the connection is cut: half an answer must not look whole
             await error_response(RequestError(500, "the server failed on this request"))(scope, receive, counting)
@@ -100,7 +100,7 @@ class Middleware:
         from those of a program of this machine."""
         headers = {name.lower(): value for name, value in scope["headers"]}
         host = headers.get(b"host")  # a health check over HTTP/1.0 may have none
-        known = scope["path"] in OPEN if host is None else hosts.knows(host.decode("latin-1"), scope["path"] in OPEN)
+        known = scope["path"] in OPEN if host is None else hosts.allows(host.decode("latin-1"), scope["path"] in OPEN)
         if not known:
             raise RequestError(
                 403,
@@ -110,7 +110,7 @@ class Middleware:
             )
         if from_another_site(headers):
             raise RequestError(
-                403, "a page of another site asked for this: give the server a key", code="foreign_origin"
+                403, "a page of another site sent this request: give the server a key", code="foreign_origin"
             )
 
 
@@ -159,8 +159,8 @@ async def read_json(request: Request, kind: type[Model], limit: BodyLimit | None
 
 
 async def _body(request: Request, limit: BodyLimit) -> bytes:
-    told = request.headers.get("content-length", "")
-    if told.isascii() and told.isdigit() and int(told[:20]) > limit.most:
+    content_length = request.headers.get("content-length", "")
+    if content_length.isascii() and content_length.isdigit() and int(content_length[:20]) > limit.most:
         raise _too_large(limit)
     parts, size, large = [], 0, False
     try:
@@ -197,8 +197,8 @@ def _too_large(limit: BodyLimit) -> RequestError:
     return RequestError(413, f"the body is larger than {limit.most} bytes", headers={"Connection": "close"})
 
 
-def _no_number(word: str) -> NoReturn:
-    raise ValueError(f"{word} is not a number")
+def _no_number(literal: str) -> NoReturn:
+    raise ValueError(f"{literal} is not a number")
 
 
 def _is_encodable(value: Any) -> bool:
@@ -215,7 +215,7 @@ def _validation_error(error: ValidationError) -> RequestError:
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     start = errors[0]["loc"][:-1]
     found = max((one for one in errors if one["loc"][: len(start)] == start), key=lambda one: len(one["loc"]))
-    words = [word for word in found["loc"] if isinstance(word, int) or (word.isidentifier() and word not in _KINDS)]
-    place = "".join(f"[{word}]" if isinstance(word, int) else f".{word}" for word in words).lstrip(".")[:200]
-    said = found["msg"].removeprefix("Value error, ")
-    return RequestError(422, f"{place}: {said}"[:400] if place else said, param=place or None)
+    keys = [key for key in found["loc"] if isinstance(key, int) or (key.isidentifier() and key not in _KINDS)]
+    place = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).lstrip(".")[:200]
+    message = found["msg"].removeprefix("Value error, ")
+    return RequestError(422, f"{place}: {message}"[:400] if place else message, param=place or None)

@@ -54,7 +54,7 @@ def output_grammar(request: ChatRequest) -> OutputGrammar | None:
                 400, f"{name} cannot be combined with {where}: the schema determines the answer", param=name
             )
     if answer is not None:
-        # Offered tools stay a choice beside the answer.
+        # Offered tools stay an alternative to the answer.
         tools = request.tools if request.tool_choice != "none" else None
         calls = [_call_part(k, tool) for k, tool in enumerate(tools or ())]
         return _checked(OutputGrammar((answer, *calls), "response_format"))

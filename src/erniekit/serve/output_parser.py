@@ -27,16 +27,16 @@ class Delta:
 
 
 class OutputParser:
-    """thinks: the prompt already opened the thought. tools: whether calls are to be read, or left as the text they are.
+    """reasoning_open: the prompt already opened the thought. tools: whether calls are read, or left as text.
     one_call: what follows the first call is dropped.
 
-    A thought counts only at the start of an answer: later the tag is just a word.
+    A thought counts only at the start of an answer: later the tag is plain text.
     """
 
-    def __init__(self, thinks: bool = False, tools: bool = False, one_call: bool = False) -> None:
+    def __init__(self, reasoning_open: bool = False, tools: bool = False, one_call: bool = False) -> None:
         self.tools, self.one_call = tools, one_call
         self.called = 0
-        self._state = "thought" if thinks else "start"
+        self._state = "thought" if reasoning_open else "start"
         self._held = ""
         self._blank = True  # blanks between the parts belong to neither
         self._response = False

@@ -27,8 +27,8 @@ from erniekit.data.template_limit import deadline
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.data.vision.layout import seen, tokens_of
 from erniekit.data.vision.rules import VisionRules
-from erniekit.data.vision.said import GivenMedium, VisionRow
 from erniekit.data.vision.tokens import VisionAssembler, VisionPrompt
+from erniekit.data.vision.vision_row import GivenMedium, VisionRow
 from erniekit.errors import CheckpointError
 
 HEADER = struct.Struct("<Q")
@@ -54,7 +54,7 @@ class TextPrompts:
 
 @dataclass(frozen=True)
 class SeenChat:
-    """Messages for a model that sees: the bytes of media are elsewhere, their headers are known."""
+    """Messages for a vision-language model: the bytes of media are elsewhere, their headers are known."""
 
     row: VisionRow
     headers: dict[str, MediaHeader]  # by the path of a source

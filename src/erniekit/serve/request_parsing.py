@@ -43,7 +43,7 @@ class ServedModel:
     vocab: int  # of the model
     folder: str = ""
     parent: str | None = None  # the base's name, for an adapter
-    vision: VisionSettings | None = None  # of a model that sees
+    vision: VisionSettings | None = None  # of a vision-language model
     key: str = ""  # what the engine calls it, where that is not its name
 
     @property
@@ -53,7 +53,7 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """The server's own keys: what a request that does not say gets."""
+    """The server's own keys: defaults of requests."""
 
     max_tokens: int = 1024
     min_tokens: int = 0
@@ -71,13 +71,13 @@ class PreparedRequest:
     """A request with its prompt ids: the jobs for the engine, and what their output is parsed by."""
 
     served: ServedModel
-    jobs: tuple[GenerationJob, ...]  # the answers to a prompt stand together
+    jobs: tuple[GenerationJob, ...]  # the answers to a prompt are adjacent
     stop: tuple[str, ...]
     chat: bool
     prompts: int = 1
     tools: bool = False
     one_call: bool = False  # an answer ends with its first tool call
-    thinks: bool = False  # the prompt has opened the thought
+    reasoning_open: bool = False  # the prompt has opened the thought
     keep_stop: bool = False  # the stop string that was hit is part of the answer
     echo: tuple[str, ...] = ()  # what each answer begins with
 
@@ -134,7 +134,7 @@ class ParsedRequest:
 
     @property
     def most(self) -> int:
-        """Tokens that a prompt may have beside the answer that is asked for."""
+        """Tokens that a prompt may have besides the answer that is requested."""
         return self.served.longest - (_max_tokens(self.request) or 1)
 
     @property
@@ -153,8 +153,8 @@ class ParsedRequest:
             return RequestError(503, failed.message, code="no_media")
         if failed.kind == "no text":
             chat = isinstance(self.request, ChatRequest)
-            words = "the messages cannot be rendered as a prompt" if chat else "the prompt is not text"
-            return RequestError(400, words, param=self.field)
+            message = "the messages cannot be rendered as a prompt" if chat else "the prompt is not text"
+            return RequestError(400, message, param=self.field)
         if failed.kind == "slow":
             return RequestError(503, "the prompt could not be prepared in time", code="prompt_timeout")
         if failed.kind == "stopping":
@@ -188,7 +188,7 @@ def parse_chat(request: ChatRequest, served: ServedModel, defaults: SamplingDefa
 
 def _vision_chat(request: ChatRequest, served: ServedModel, more: dict[str, Any], media: bool) -> VisionChat:
     if _tools(request) or any(message.tool_calls or message.role == "tool" for message in request.messages):
-        raise RequestError(400, f"tools are not supported with {served.name}, a model that sees", param="tools")
+        raise RequestError(400, f"tools are not supported with {served.name}, a vision-language model", param="tools")
     other = next((name for name in more if name != "enable_thinking"), None)
     if other is not None:
         raise RequestError(400, f"the template has no {other!r}: leave it out", param="chat_template_kwargs")
@@ -233,7 +233,7 @@ def _prepared_chat(
         chat=True,
         tools=bool(_tools(request)),
         one_call=request.parallel_tool_calls is False,
-        thinks=opened,
+        reasoning_open=opened,
         keep_stop=request.include_stop_str_in_output,
     )
 
@@ -277,7 +277,7 @@ def _field(request: AnyRequest | GenerationRequest) -> str:
 
 
 def _max_tokens(request: AnyRequest | GenerationRequest) -> int | None:
-    """That an answer may have, where the request says it."""
+    """The limit of the answer, where the request sets one."""
     if isinstance(request, EmbeddingRequest):
         return None
     return (request.max_completion_tokens if isinstance(request, ChatRequest) else None) or request.max_tokens
@@ -297,10 +297,10 @@ def too_long(request: AnyRequest | GenerationRequest, served: ServedModel, has: 
 def _make_job(
     request: GenerationRequest, prompt: list[int], served: ServedModel, defaults: SamplingDefaults, logprobs: int | None
 ) -> GenerationJob:
-    room, most = served.longest - len(prompt), _max_tokens(request)
-    if room < (most or 1):
+    available, most = served.longest - len(prompt), _max_tokens(request)
+    if available < (most or 1):
         raise too_long(request, served, str(len(prompt)))
-    limit = most or min(defaults.max_tokens, room)
+    limit = most or min(defaults.max_tokens, available)
 
     def given_or_default(name: str) -> Any:
         given = getattr(request, name)
@@ -310,7 +310,7 @@ def _make_job(
         raise RequestError(
             400,
             f"{limit} tokens x {_answers(request)} answers x {logprobs + 1} log probabilities are more than "
-            f"{MAX_LOGPROBS}: ask for less of one of them",
+            f"{MAX_LOGPROBS}: request less of one of them",
             param="logprobs",
         )
 
@@ -319,7 +319,7 @@ def _make_job(
     bound = isinstance(request, ChatRequest) and output_grammar(request) is not None
     sampling = SamplingParams(
         max_tokens=limit,
-        # A grammar says itself where an answer may end.
+        # A grammar itself defines where an answer may end.
         min_tokens=0 if bound else min(given_or_default("min_tokens"), limit),
         temperature=given_or_default("temperature"),
         top_p=given_or_default("top_p"),
@@ -362,7 +362,7 @@ def _bias(request: GenerationRequest, served: ServedModel) -> tuple[tuple[int, f
 
 
 def _repeated(job: GenerationJob, request: GenerationRequest) -> tuple[GenerationJob, ...]:
-    """n answers; with a seed each has its own, so that they differ and come again."""
+    """n answers; with a seed each has its own, so that they differ and are reproducible."""
     seed = request.seed
     if seed is None:
         return (job,) * request.n
@@ -371,4 +371,4 @@ def _repeated(job: GenerationJob, request: GenerationRequest) -> tuple[Generatio
 
 def _stop_strings(request: GenerationRequest) -> tuple[str, ...]:
     given = request.stop
-    return tuple(word for word in ([given] if isinstance(given, str) else given or ()) if word)
+    return tuple(string for string in ([given] if isinstance(given, str) else given or ()) if string)

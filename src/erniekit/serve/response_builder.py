@@ -30,7 +30,7 @@ class ResponseBuilder:
         self._offsets = [0] * len(running_request.choices)
         self._begun: set[int] = set()
         self._around: dict[int, tuple[bytes, bytes]] = {}
-        self._words: dict[int, str] = {}  # of single tokens: the likeliest ones come again and again
+        self._token_texts: dict[int, str] = {}  # of single tokens: the likeliest ones come again and again
 
     # --- a stream
 
@@ -47,7 +47,7 @@ class ResponseBuilder:
         return b"".join(map(as_event, chunks))
 
     def _text_event(self, number: int, usage: bool) -> tuple[bytes, bytes]:
-        """What stands before and behind the text of an event."""
+        """What comes before and after the text of an event."""
         mark = uuid.uuid4().hex  # occurs in no name
         chunk = self._chunk(number, {"delta": {"content": mark}} if self.chat else {"text": mark}, None, None)
         before, _, behind = as_event({**chunk, "usage": None} if usage else chunk).partition(f'"{mark}"'.encode())
@@ -110,28 +110,28 @@ class ResponseBuilder:
     def _logprobs(self, tokens: Sequence[Token], number: int) -> dict[str, Any]:
         if self.chat:
             return {"content": [self._token_logprobs(token) for token in tokens], "refusal": None}
-        words = [self._word(token.id) for token in tokens]
+        texts = [self._token_text(token.id) for token in tokens]
         offsets = []
-        for word in words:
+        for text in texts:
             offsets.append(self._offsets[number])
-            self._offsets[number] += len(word)
-        top = [{self._word(id): value for id, value in t.top} for t in tokens]
+            self._offsets[number] += len(text)
+        top = [{self._token_text(id): value for id, value in t.top} for t in tokens]
         return {
-            "tokens": words,
+            "tokens": texts,
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": top,
             "text_offset": offsets,
         }
 
-    def _word(self, id: int) -> str:
-        if id not in self._words:
-            self._words[id] = self.tokenizer.decode([id], skip_special=False)
-        return self._words[id]
+    def _token_text(self, id: int) -> str:
+        if id not in self._token_texts:
+            self._token_texts[id] = self.tokenizer.decode([id], skip_special=False)
+        return self._token_texts[id]
 
     def _token_logprobs(self, token: Token) -> dict[str, Any]:
         def one(id: int, value: float | None) -> dict[str, Any]:
-            word = self._word(id)
-            return {"token": word, "logprob": value, "bytes": list(word.encode("utf-8", "replace"))}
+            text = self._token_text(id)
+            return {"token": text, "logprob": value, "bytes": list(text.encode("utf-8", "replace"))}
 
         return {**one(token.id, token.logprob), "top_logprobs": [one(id, value) for id, value in token.top]}
 

@@ -14,7 +14,7 @@ from erniekit.serve.output_parser import Delta, OutputParser
 from erniekit.serve.request_error import RequestError
 from erniekit.serve.request_parsing import PreparedRequest
 
-TIMED_OUT, STOPPED = -1, -2  # numbers of no job: the time is up; the server stops and the engine does not say so
+TIMED_OUT, STOPPED = -1, -2  # numbers of no job: the time is up; the server stops and the engine does not report it
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ChoiceState:
         self._detokenizer = Detokenizer(self.prepared.served.tokenizer)
         self._stop = StopStrings(self.prepared.stop, self.prepared.keep_stop)
         self._parser = (
-            OutputParser(self.prepared.thinks, self.prepared.tools, self.prepared.one_call)
+            OutputParser(self.prepared.reasoning_open, self.prepared.tools, self.prepared.one_call)
             if self.prepared.chat
             else None
         )
@@ -117,7 +117,7 @@ class RunningRequest:
         whole: bool = False,
         details: bool = False,
     ) -> None:
-        """whole: not streamed. details: usage says how many of the prompt's tokens were cached."""
+        """whole: not streamed. details: usage counts the prompt's tokens that were cached."""
         self.prepared, self.engine, self.details = prepared, engine, details
         self.began = time.monotonic()
         self.deadline = self.began + timeout

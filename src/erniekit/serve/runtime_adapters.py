@@ -18,7 +18,7 @@ from typing import Protocol
 from torch import nn
 
 from erniekit.errors import ErnieKitError
-from erniekit.log import say, warn
+from erniekit.log import emit, warn
 from erniekit.serve.request_error import RequestError
 from erniekit.serve.request_parsing import ServedModel
 
@@ -36,7 +36,7 @@ OpenAdapter = Callable[[str, str, Path], tuple[nn.Module, ServedModel]]
 
 
 class RuntimeAdapters:
-    """models: those of the API, which this changes, in the event loop alone."""
+    """models: those of the API, which this changes, in the event loop only."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class RuntimeAdapters:
         self._loading = asyncio.Lock()
 
     async def load(self, name: str, path: str, replaces: bool = False) -> str:
-        """What was done, in words; RequestError where it cannot be."""
+        """A message on what was done; RequestError where it cannot be."""
         self._check_name(name, replaces)
         folder = self._allowed(path)
         async with self._loading:
@@ -68,7 +68,7 @@ class RuntimeAdapters:
                 self.engine.remove_model(self.models[name].engine_name)
             self.models[name] = served
             self.loaded.add(name)
-        say(f"adapter {name} loaded from {folder}")
+        emit(f"adapter {name} loaded from {folder}")
         return f"Success: LoRA adapter '{name}' added successfully."
 
     def unload(self, name: str) -> str:
@@ -83,7 +83,7 @@ class RuntimeAdapters:
             )
         self.loaded.remove(name)
         self.engine.remove_model(self.models.pop(name).engine_name)
-        say(f"adapter {name} unloaded")
+        emit(f"adapter {name} unloaded")
         return f"Success: LoRA adapter '{name}' removed successfully."
 
     def _check_name(self, name: str, replaces: bool) -> None:
@@ -110,7 +110,7 @@ class RuntimeAdapters:
                         return folder
                 except (OSError, RuntimeError):  # links that lead in a circle are the second
                     continue
-        # The same words for what is absent and what is not allowed: a client learns nothing of other folders.
+        # The same message for what is absent and what is not allowed: a client learns nothing of other folders.
         raise RequestError(400, "lora_path is not a folder below one of the server's lora_dirs", param="lora_path")
 
     async def _opened(self, name: str, engine_name: str, folder: Path) -> tuple[nn.Module, ServedModel]:

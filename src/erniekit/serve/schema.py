@@ -41,7 +41,7 @@ class _Object(BaseModel):
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
 
-# Fields of OpenAI's and of other servers' interfaces that change an answer, and the values that ask for nothing.
+# Fields of OpenAI's and of other servers' interfaces that change an answer, and the values that request nothing.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (),
@@ -150,7 +150,7 @@ class MessagePart(TypedDict, total=False):
 
     type: Required[Annotated[str, Field(max_length=32)]]
     text: str | None
-    image_url: str | dict[str, Any] | None  # of models that see; `data:` URLs alone are read
+    image_url: str | dict[str, Any] | None  # of vision-language models; only `data:` URLs are read
     video_url: str | dict[str, Any] | None
 
 
@@ -178,7 +178,7 @@ class Tool(_Object):
 
 class ChatRequest(GenerationRequest):
     messages: list[Message] = Field(min_length=1, max_length=4096, fail_fast=True)
-    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31, description="OpenAI's newer word for max_tokens.")
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31, description="OpenAI's newer name of max_tokens.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[Tool] | None = Field(None, max_length=128)
@@ -232,5 +232,5 @@ class CompletionRequest(GenerationRequest):
         count = len(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
         answers = count * info.data.get("n", 1)
         if answers > MAX_COMPLETIONS:
-            raise ValueError(f"{answers} answers are asked for (prompts times n); the limit is {MAX_COMPLETIONS}")
+            raise ValueError(f"{answers} answers are requested (prompts times n); the limit is {MAX_COMPLETIONS}")
         return prompt

@@ -19,7 +19,7 @@ MEMORY = 2 << 30  # bytes of address space of the process
 STEP_FUEL, STEP_ITEMS = 100_000, 20_000
 # One blank, or a new line and its indent: unlimited blanks between two values are a loop that models fall into.
 RULES = {"whitespace_pattern": r"( |\n( {0,16}|\t{0,8}))", "lenient": False}
-MAX_LOOKS = 400  # subschemas that are compiled alone to find the one that cannot be
+MAX_LOOKS = 400  # subschemas that are compiled separately to find the one that cannot be
 
 
 def first_wrong(parts: Sequence[tuple[Any, str]]) -> tuple[str, str] | None:
@@ -38,7 +38,7 @@ def options() -> dict[str, Any]:
 
 
 def with_rules(schema: Any) -> dict[str, Any]:
-    """How JSON is written is the server's to say: a schema's own `x-guidance` has no effect."""
+    """The server decides how JSON is written: a schema's own `x-guidance` has no effect."""
     body = schema if isinstance(schema, dict) else {} if schema else {"not": {}}
     return {**body, "x-guidance": RULES}
 
@@ -50,11 +50,11 @@ def _wrong(schema: Any) -> str:
     from llguidance import LLMatcher
 
     grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema if isinstance(schema, bool) else with_rules(schema)))
-    bad, said = LLMatcher.validate_grammar_with_warnings(grammar, limits=options()["limits"])
-    return words(said[0]) if bad else ""
+    bad, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=options()["limits"])
+    return plain_message(messages[0]) if bad else ""
 
 
-def words(message: str) -> str:
+def plain_message(message: str) -> str:
     """One line for a client; a panic's text is of no use to one."""
     if "panic" in message:
         return "the schema is too large"
@@ -65,7 +65,7 @@ def words(message: str) -> str:
 
 
 def _place_of(schema: Any, place: str, why: str) -> tuple[str, str]:
-    """The innermost schema that cannot be compiled alone, and why."""
+    """The innermost schema that cannot be compiled by itself, and why."""
     shared = {name: schema[name] for name in ("$defs", "definitions") if isinstance(schema, dict) and name in schema}
     looks = 0
     inner = schema
@@ -83,7 +83,7 @@ def _place_of(schema: Any, place: str, why: str) -> tuple[str, str]:
 
 
 def _children(schema: Any) -> Iterator[tuple[str, Any]]:
-    """Schemas directly inside of one, with the word that leads there."""
+    """Schemas directly inside of one, with the key that leads there."""
     if not isinstance(schema, dict):
         return
     for name in ("properties", "patternProperties", "$defs", "definitions"):

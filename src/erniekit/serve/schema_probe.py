@@ -27,10 +27,10 @@ class SchemaProbe(WorkerProcess):
 
     def first_wrong(self, parts: Sequence[JsonPart], task: QueuedTask) -> tuple[str, str] | None:
         """(place, why) of the first schema that cannot be compiled. Raises TooComplex."""
-        asked = [self.seconds, [[json.loads(part.schema), part.place] for part in parts]]
+        request = [self.seconds, [[json.loads(part.schema), part.place] for part in parts]]
         with self.at_work(task) as (requests, answers):
             try:
-                requests.write(json.dumps(asked) + "\n")
+                requests.write(json.dumps(request) + "\n")
                 requests.flush()
                 answer = answers.readline()
             except OSError:

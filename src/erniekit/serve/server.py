@@ -21,7 +21,7 @@ from erniekit.config import RunConfig, load, refuse_later
 from erniekit.config.address import is_loopback
 from erniekit.errors import ConfigError
 from erniekit.extras import install_command
-from erniekit.log import say, warn
+from erniekit.log import emit, warn
 from erniekit.net.address import KEY_VARIABLE, announce
 from erniekit.net.hosts import Hosts
 from erniekit.net.listen import bind
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from erniekit.serve.loaded_models import LoadedModels
     from erniekit.serve.middleware import Middleware
 
-ENGINE_S = 2.0  # for the engine's thread to end, once it is told to
+ENGINE_S = 2.0  # for the engine's thread to end, once it is stopped
 SWITCH_S = (
     0.001  # the engine's thread and the event loop's take turns: with Python's 5 ms a step could wait for a stream
 )
-LEFT_S = 5.0  # beyond drain_timeout, for the last words to be sent
+LEFT_S = 5.0  # beyond drain_timeout, for the last events to be sent
 
 
 def server_command(args: list[str]) -> int:
@@ -60,7 +60,7 @@ def choose_engine(cfg: RunConfig) -> str:
     if s.engine != "auto":
         if s.engine == EMBEDDED and s.server_tp_degree > 1:
             raise ConfigError(
-                f"the embedded engine uses one device; {s.server_tp_degree} are asked for",
+                f"the embedded engine uses one device; {s.server_tp_degree} are requested",
                 where="tensor_parallel_degree",
                 fix="engine: vllm, sglang or fastdeploy spread a model; or tensor_parallel_degree: 1",
             )
@@ -109,7 +109,7 @@ def check_address(cfg: RunConfig, key: str | None) -> None:
                 where="host",
                 fix=f"set {KEY_VARIABLE} or api_key_file, keep host: 127.0.0.1, or set allow_unauthenticated: True",
             )
-        warn(f"anybody who reaches {host}:{cfg.serve.port} can use this server: there is no key")
+        warn(f"anyone who reaches {host}:{cfg.serve.port} can use this server: there is no key")
 
 
 def serve_embedded(cfg: RunConfig, key: str | None) -> int:
@@ -117,13 +117,13 @@ def serve_embedded(cfg: RunConfig, key: str | None) -> int:
 
     if cfg.serve.quantization and cfg.serve.quantization not in SERVED:
         warn(
-            f"quantization {cfg.serve.quantization}: a word of another engine; the embedded one knows "
+            f"quantization {cfg.serve.quantization}: a name of another engine; the embedded one has "
             f"{', '.join(SERVED)}, and uses the weights as they are stored"
         )
     entries = find_models(cfg)
     sock = bind(cfg.serve.host, cfg.serve.port)
     try:
-        say(f"loading {entries[0].found.describe()}")
+        emit(f"loading {entries[0].found.describe()}")
         loaded = load_models(cfg, entries)
         disable_slow_onednn(loaded)
         sys.setswitchinterval(SWITCH_S)
@@ -159,7 +159,7 @@ async def warm_up(loaded: LoadedModels) -> None:
 
 
 def make_application(cfg: RunConfig, loaded: LoadedModels, key: str | None) -> Middleware:
-    """The application with the keys of this run as what a request gets that does not say."""
+    """The application with the keys of this run as defaults of requests."""
     from erniekit.serve.api import ApiSettings, make_app
     from erniekit.serve.media_turns import MediaSettings
     from erniekit.serve.request_parsing import SamplingDefaults
@@ -176,7 +176,7 @@ def make_application(cfg: RunConfig, loaded: LoadedModels, key: str | None) -> M
         s.repetition_penalty,
         s.enable_thinking if cfg.given("enable_thinking") else None,
     )
-    # With a key, no site that a browser shows can ask anything: it does not have the key.
+    # With a key, no site that a browser shows can request anything: it does not have the key.
     hosts = Hosts.of(s.host, s.server_names)
     media = MediaSettings(cfg.vision.media_num_proc or MediaSettings.processes)
     settings = ApiSettings(
@@ -211,7 +211,7 @@ def run(cfg: RunConfig, loaded: LoadedModels, sock: socket.socket, key: str | No
         def handle_exit(self, sig: int, frame: Any) -> None:
             if self.should_exit:
                 try:
-                    asyncio.get_running_loop().call_soon_threadsafe(self._hurry)
+                    asyncio.get_running_loop().call_soon_threadsafe(self._end_now)
                 except RuntimeError:  # the loop has ended already
                     self.force_exit = True
             deadline.within(AGAIN_S if self.should_exit else s.drain_timeout + LEFT_S + 1)
@@ -219,16 +219,16 @@ def run(cfg: RunConfig, loaded: LoadedModels, sock: socket.socket, key: str | No
             if not self.should_exit:
                 super().handle_exit(sig, frame)
 
-        def _hurry(self) -> None:
+        def _end_now(self) -> None:
             """Asked twice: waiting clients get an error, and a second to read it."""
             application.app.state.api.end_answers()
             asyncio.get_running_loop().call_later(AGAIN_S / 2, setattr, self, "force_exit", True)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            telling = asyncio.ensure_future(self._end_answers())
+            ending = asyncio.ensure_future(self._end_answers())
             await super().shutdown(sockets)
-            deadline.told = not self.server_state.tasks
-            telling.cancel()
+            deadline.answers_ended = not self.server_state.tasks
+            ending.cancel()
 
         async def _end_answers(self) -> None:
             await asyncio.sleep(s.drain_timeout)
@@ -236,7 +236,7 @@ def run(cfg: RunConfig, loaded: LoadedModels, sock: socket.socket, key: str | No
             stop = threading.Thread(target=loaded.engine.stop, args=("the server is stopping",), daemon=True)
             stop.start()
             await asyncio.sleep(LEFT_S / 2)
-            application.app.state.api.end_answers()  # for those whom a hanging engine does not tell
+            application.app.state.api.end_answers()  # for requests that a hanging engine does not end
 
     # uvicorn raises the signal once more when it is done; the answer is the exit code, not a death by signal.
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -247,6 +247,6 @@ def run(cfg: RunConfig, loaded: LoadedModels, sock: socket.socket, key: str | No
     deadline.within(ENGINE_S + LEFT_S)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: deadline.within(AGAIN_S))
-    say("stopped")
+    emit("stopped")
     deadline.settle()
-    return 0 if deadline.told else 1
+    return 0 if deadline.answers_ended else 1

@@ -23,7 +23,7 @@ class ShutdownDeadline:
     """`within` sets the time; a later call can only shorten it."""
 
     def __init__(self) -> None:
-        self.told = False  # every answer has ended, or was told that the server stops
+        self.answers_ended = False  # every answer has ended, if only with the error that the server stops
         self._at = float("inf")
         self._thread: threading.Thread | None = None
 
@@ -42,7 +42,7 @@ class ShutdownDeadline:
     def settle(self) -> None:
         """All is stopped, and Python's own end is left, which is slow on a loaded machine: the backstop, whose code is
         that of a failure, gives it more time."""
-        if self.told:
+        if self.answers_ended:
             with suppress(RuntimeError, ValueError):
                 faulthandler.dump_traceback_later(TEARDOWN_S, exit=True, file=2)
 
@@ -53,14 +53,14 @@ class ShutdownDeadline:
 
     def now(self) -> None:
         """0 when no answer was cut off, else 1."""
-        said = "" if self.told else ", with answers cut off"
+        suffix = "" if self.answers_ended else ", with answers cut off"
         # Not through sys.stderr: a thread that hangs may hold its lock.
-        os.write(2, f"warning: something does not end: the process is ended{said}\n".encode())
+        os.write(2, f"warning: something does not end: the process is ended{suffix}\n".encode())
         kill_processes()
         flush = threading.Thread(target=_flush, daemon=True)
         flush.start()
         flush.join(0.5)
-        os._exit(0 if self.told else 1)
+        os._exit(0 if self.answers_ended else 1)
 
 
 def _flush() -> None:

@@ -19,7 +19,7 @@ from erniekit.data.token_bytes import token_bytes
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.serve.output_grammar import OutputGrammar
 from erniekit.serve.output_parser import THINK_END
-from erniekit.serve.schema_check import first_wrong, options, with_rules, words
+from erniekit.serve.schema_check import first_wrong, options, plain_message, with_rules
 
 PACKAGE = "llguidance"
 
@@ -46,13 +46,13 @@ class TokenTable:
     def __init__(self, tokenizer: Tokenizer, vocab: int, ends: frozenset[int]) -> None:
         from llguidance import LLTokenizer, TokenizerWrapper
 
-        spelled = token_bytes(tokenizer)
-        if spelled is None:
+        token_texts = token_bytes(tokenizer)
+        if token_texts is None:
             raise NoGrammar
         special = [id for id in range(vocab) if tokenizer.is_special(id)]
         for id in special:
-            spelled[id] = tokenizer.decode([id], skip_special=False).encode()
-        held = _Tokens(spelled[:vocab], special, tokenizer)
+            token_texts[id] = tokenizer.decode([id], skip_special=False).encode()
+        held = _Tokens(token_texts[:vocab], special, tokenizer)
         self.first_blank = tokenizer.vocabulary.prefix != "never"  # decoding drops one blank of the text's first token
         self.native = LLTokenizer(TokenizerWrapper(held), eos_token=sorted(id for id in ends if id < vocab))
 
@@ -116,13 +116,13 @@ def compile_grammar(grammar: OutputGrammar, table: TokenTable, opened: bool) -> 
 
 
 def build_grammar(grammar: OutputGrammar, table: TokenTable, opened: bool) -> CompiledGrammar:
-    """Of schemas that schema_check.py has looked at: it says what is wrong, and how long finding that out takes."""
+    """Of schemas that schema_check.py has checked: it reports what is wrong, and bounds the time that takes."""
     from llguidance import LLMatcher
 
     matcher = LLMatcher(table.native, LLMatcher.grammar_from_lark(_lark(grammar, table, opened)), **options())
     matcher.compute_bitmask()  # some limits show with the first mask
     if matcher.is_error():
-        raise BadGrammar(grammar.param, words(matcher.get_error()))
+        raise BadGrammar(grammar.param, plain_message(matcher.get_error()))
     matcher.reset()
     return CompiledGrammar(matcher)
 

@@ -1,4 +1,4 @@
-"""The embedded engine without a server: prompts in, text out, in the thread that asks. For api/model.py.
+"""The embedded engine without a server: prompts in, text out, in the calling thread. For api/model.py.
 
 The engine delivers into an event loop; this one has a thread of its own, so that it works where a loop already runs (a
 notebook).

@@ -25,13 +25,13 @@ from erniekit.serve.prompt_worker import Failed
 from erniekit.serve.request_error import RequestError
 
 KINDS = {"image_url": "image", "video_url": "video"}  # of parts
-MOST = {"image": 16, "video": 1}  # of one request, where limit_mm_per_prompt does not say
+MOST = {"image": 16, "video": 1}  # of one request, where limit_mm_per_prompt sets none
 SHOWN = 80  # characters of a URL
 
 
 @dataclass(frozen=True)
 class VisionSettings:
-    """How a served model sees."""
+    """How a served model reads images and videos."""
 
     rules: VisionRules
     most: Mapping[str, int] = field(default_factory=lambda: dict(MOST))  # images and videos of one request
@@ -40,7 +40,7 @@ class VisionSettings:
 
 @dataclass(frozen=True)
 class VisionChat:
-    """The messages of a request to a model that sees; media: whether there are any."""
+    """The messages of a request to a vision-language model; media: whether there are any."""
 
     messages: list[dict[str, Any]]
     thinking: bool | None
@@ -62,7 +62,7 @@ FIXES = {
     "media_in_answer": "put the picture or video into a message of the user",
     "role_order": "let the last message be the user's",
     "strip": "cut it into pieces that are less long",
-    "timeout": "send it smaller or shorter, or ask again when the server is less busy",
+    "timeout": "send it smaller or shorter, or retry when the server is less busy",
     "too_long_video": "send a part of it",
     "too_many_bytes": "send a smaller file",
     "too_many_frames": "send a part of it, or the video in a smaller size",
@@ -79,11 +79,11 @@ def media_error(what: str, where: str, fix: str) -> RequestError:
 
 
 def media_refused(failed: Failed) -> RequestError:
-    """Of media that cannot be used: the place is in front of the reason, or known to who asked."""
+    """Of media that cannot be used: the place is in front of the reason, or known to the client."""
     what, where = failed.message, failed.where or "messages"
     if found := _PLACE.match(what):
         where, what = found[1], what[found.end() :] if found[2] else what
-    if failed.code == "bad_media":  # a decoder's own fault, in the decoder's own words
+    if failed.code == "bad_media":  # a decoder's own message
         what = "its data cannot be decoded"
     return media_error(what, where, FIXES.get(failed.code, "see the documentation of messages with pictures"))
 
@@ -123,7 +123,7 @@ def check_parts(messages: Sequence[Any], name: str, settings: VisionSettings | N
 
 def _check_medium(part: Mapping[str, Any], kind: str, where: str, name: str, settings: VisionSettings | None) -> None:
     if settings is None:
-        raise media_error(f"{name} takes text only: it does not see {kind}s", where, "ask a vision-language model")
+        raise media_error(f"{name} takes text only, no {kind}s", where, "use a vision-language model")
     if not settings.enabled:
         raise media_error(f"{name} is served without {kind}s (enable_mm is False)", where, "send text only")
     given = part.get(f"{kind}_url")
@@ -144,20 +144,20 @@ def medium_key(medium: Medium) -> str:
 
 
 def prompt_vision(
-    asked: VisionPrompt,
+    prompt: VisionPrompt,
     patches: Sequence[np.ndarray | None],
     tokenizer: Tokenizer,
     rules: VisionRules,
     known: Sequence[tuple[Any, ...]] | None = None,
 ) -> PromptVision:
     """patches: of each medium; None where its features are known."""
-    media = asked.media
+    media = prompt.media
     found = known or [()] * len(patches)
     return PromptVision(
         media.positions,
         media.modality,
-        np.flatnonzero(asked.ids == VisionTokens.of(tokenizer).placeholder),
-        asked.next_position,
+        np.flatnonzero(prompt.ids == VisionTokens.of(tokenizer).placeholder),
+        prompt.next_position,
         tuple(
             PromptMedium(medium_key(m), m.grid, tokens_of(m, rules), pixels, kept)
             for m, pixels, kept in zip(media.sources, patches, found)

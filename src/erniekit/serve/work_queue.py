@@ -1,4 +1,4 @@
-"""A queue of work and the threads that work it off, beside the event loop. Used by prompt_work.py and media_work.py."""
+"""A queue of work and the threads that do it, outside the event loop. Used by prompt_work.py and media_work.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEFT_S = 1.0  # how long work may go on for a client that has left
 
 
 class Busy(Exception):
-    """Too much waits; later there will be room."""
+    """Too much waits; retry later."""
 
 
 class Late(Exception):
@@ -42,7 +42,7 @@ class QueuedTask:
     ends: float  # the deadline, on the monotonic clock
     process: Killable | None = None  # that does it
     late: bool = False  # its deadline passed
-    turn: Any = None  # whose it is, for a queue that chooses
+    turn: Any = None  # its owner, for a queue that chooses
 
     def settle(self, result: Any) -> None:
         _settle(self.result, result)
@@ -91,11 +91,11 @@ class WorkQueue:
             if len(lost) >= 2 * self.threads:
                 raise Stuck
             free = sum(slot.task is None for slot in self.slots)
-            to_come = max(0, self.threads - (len(self.slots) - len(lost)))
-            if len(self.waiting) >= self.queue + free + to_come:
+            unstarted = max(0, self.threads - (len(self.slots) - len(lost)))
+            if len(self.waiting) >= self.queue + free + unstarted:
                 raise Busy
             self.waiting.append(task)
-            if free < len(self.waiting) and to_come:
+            if free < len(self.waiting) and unstarted:
                 slot = WorkerSlot()
                 thread = threading.Thread(target=self._run, args=(slot,), name=f"{self.name} prompts", daemon=True)
                 self.slots.append(slot)
@@ -140,7 +140,7 @@ class WorkQueue:
                 result = Failed("fault", f"{type(error).__name__}: {error}"[:400])
             with self._lock:
                 slot.task = None
-                self._lock.notify_all()  # one that could not start beside it may start now, in another thread
+                self._lock.notify_all()  # one that could not start meanwhile may start now, in another thread
             try:
                 task.loop.call_soon_threadsafe(_settle, task.result, result)
             except RuntimeError:  # that loop is closed

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Mapping
 
-from erniekit.log import paint, say
+from erniekit.log import emit, paint
 from erniekit.track.base import Kind, RunInfo, Tracker
 from erniekit.track.progress import Progress
 from erniekit.track.units import duration, metric_text
@@ -62,11 +62,11 @@ class ConsoleTracker(Tracker):
             self._close_bar()
             return  # the recipe prints the end of the run
         line = metrics_line(step, metrics)
-        say(f"{line}, eta: {self._eta(step)}" if kind == "train" and step < self._total else line)
+        emit(f"{line}, eta: {self._eta(step)}" if kind == "train" and step < self._total else line)
 
     def event(self, step: int, name: str, text: str) -> None:
         if name not in SHOWN_ELSEWHERE:
-            say(f"{paint(f'step {step}', 'dim')} {name}: {text}" if text else f"step {step} {name}")
+            emit(f"{paint(f'step {step}', 'dim')} {name}: {text}" if text else f"step {step} {name}")
 
     def close(self) -> None:
         self._close_bar()

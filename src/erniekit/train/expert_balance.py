@@ -85,7 +85,7 @@ class ExpertBalance(Hook):
 
     def metrics(self) -> dict[str, float]:
         """Since the last call: `moe_load`, the busiest expert's load over the mean in the most uneven layer, and
-        `moe_dead_experts`, how many were never chosen; of a model that sees, the load of each bank as well."""
+        `moe_dead_experts`, how many were never chosen; of a vision-language model, the load of each bank as well."""
         loads, self._since_record = (self._none if self._since_record is None else self._since_record).double(), None
         uneven = loads.amax(-1) / loads.mean(-1).clamp(min=1e-9)
         banks = uneven.amax(0) if uneven.dim() == 2 else uneven.new_zeros(0)

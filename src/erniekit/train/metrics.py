@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Looking:
-    """How a model that sees is trained, as far as its FLOPs follow from it. kept: what of pictures that were looked at
+    """How a vision model is trained, as far as its FLOPs follow from it. kept: what of pictures that were looked at
     before is here, the tower's output or the resampler's; empty: none."""
 
     tower_trained: bool
@@ -72,7 +72,7 @@ class LogHook(Hook):
     ) -> None:
         """every 0: only the last step. `first`: step 1 whatever `every` is. frozen_base, further, adapters and
         live_reference: as in models/costs.step_flops. also: further numbers for each record.
-        perplexity: whether the loss has one. looking: of a model that sees."""
+        perplexity: whether the loss has one. looking: of a vision-language model."""
         self.trackers, self.device, self.config, self.dtype = trackers, device, config, dtype
         self.every, self.packs_per_step, self.packs_per_epoch = every, packs_per_step, packs_per_epoch
         self.first, self.ranks, self.also, self.perplexity = first, ranks, also, perplexity

@@ -127,7 +127,7 @@ def write_report(path: str, head: str, process: int, body: bytes) -> None:
         file.write(f"{head} ({when}, {os.uname().nodename}, process {process})\n\n".encode() + body + b"\n")
 
 
-def say(text: str) -> None:
+def emit(text: str) -> None:
     """Straight to the descriptor: Python's own stderr may be locked by the thread that hangs."""
     try:
         os.write(2, f"hang: {text}\n".encode())
@@ -179,13 +179,13 @@ def _watch(
             _apart(partial(_report, path, head, process, _stacks(process, thread, number, stacks_fd)))
         elif state == "hard" and not killed:
             killed = True
-            _apart(partial(say, f"{head}: killed from outside, for a restart"))
+            _apart(partial(emit, f"{head}: killed from outside, for a restart"))
             if os.getppid() == process:
                 os.kill(process, signal.SIGKILL)
 
 
 def _report(path: str, head: str, process: int, stacks: bytes) -> None:
-    say(f"{head}; stacks in {path}")
+    emit(f"{head}; stacks in {path}")
     os.close(2)  # its reader need not wait for a dead file system
     write_report(path, head, process, stacks)
 

@@ -27,7 +27,7 @@ from erniekit.checkpoint.shards import write_shards
 from erniekit.checkpoint.state import TrainState
 from erniekit.devices.base import Device
 from erniekit.errors import CheckpointError, Preempted
-from erniekit.log import say
+from erniekit.log import emit
 from erniekit.optim.adamw import AdamW
 from erniekit.parallel.compiled import eager
 from erniekit.parallel.engine import Engine
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from erniekit.train.trainer import Trainer
 
 Tensors = Mapping[str, torch.Tensor]
-WEIGHTS_ALONE = "weights_alone"  # in state.json: the end of a run without checkpoints
+WEIGHTS_ONLY = "weights_alone"  # in state.json: the end of a run without checkpoints
 
 
 class Saver:
@@ -67,7 +67,7 @@ class Saver:
         launch: str = "",
         scales: StaticScales | None = None,
         clear_scales: bool = False,
-        beside: Mapping[str, bytes] | None = None,
+        extra_files: Mapping[str, bytes] | None = None,
         model_files: ModelFiles | None = None,
     ) -> None:
         """`pieces()` are this rank's parts of the weights to save, by our names; the callables have the format.
@@ -82,7 +82,7 @@ class Saver:
         """
         self.launch, self.scales, self.clear_scales = launch, scales, clear_scales
         self.model_files = model_files
-        self.frozen_base, self.beside = frozen_base, dict(beside or {})
+        self.frozen_base, self.extra_files = frozen_base, dict(extra_files or {})
         self.manager, self.engine, self.optimizer, self.device, self.probe = manager, engine, optimizer, device, probe
         self.sharding, self.pieces = sharding, pieces
         self.write_weights, self.read_weights = write_weights, read_weights
@@ -94,7 +94,7 @@ class Saver:
         after = copier(manager, copy_to, self.world.rank, group)
         self.saves = CollectiveSaves(manager, self.world, sharding, device, group, after)
         self.last_saved = -1
-        self.weights_alone = False  # whether what was restored last was saved without optimiser state
+        self.weights_only = False  # whether what was restored last was saved without optimiser state
         self.before: Callable[[int], None] | None = None  # called with a step that is to be saved; may raise
 
     @property
@@ -105,19 +105,19 @@ class Saver:
         return f"{self.device.type}/{dtype}/{torch.__version__}/{self.engine.world.layout.describe()}{base}"
 
     def save(
-        self, state: TrainState, final: bool = False, timed: bool = False, weights_alone: bool = False
+        self, state: TrainState, final: bool = False, timed: bool = False, weights_only: bool = False
     ) -> Path | None:
         """All ranks together; the folder, or None when it failed and training goes on, or is being written. timed: it
         is on no schedule, so that rotation need not keep it. weights_alone: nothing is trained on from it."""
         if self.before is not None:
             self.before(state.step)
         pieces: dict[str, Tensors] = {"weights": self.pieces()}
-        if self.with_optimizer and not weights_alone:
+        if self.with_optimizer and not weights_only:
             pieces["optimizer"] = dict(self.optimizer.state_tensors())
             pieces["master_weights"] = dict(self.optimizer.master_tensors()) if self.with_masters else {}
         probe = probes.measure(self._forward(self.probe), self.probe, self.setting) if self.probe else None
         extra = {**self.extra, "random": states.random_states(self.device), "optimizer": self.optimizer.numbers()}
-        extra |= {WEIGHTS_ALONE: True} if weights_alone else {}
+        extra |= {WEIGHTS_ONLY: True} if weights_only else {}
         frozen = TrainState(**vars(state))
         scales = self.scales.saved() if self.scales is not None else None
 
@@ -132,7 +132,7 @@ class Saver:
                 fp8_file.save(folder, scales)
             if probe:
                 probes.save(folder, probe)
-            for name, content in self.beside.items():
+            for name, content in self.extra_files.items():
                 (folder / name).write_bytes(content)
             states.save(folder, frozen, extra)
 
@@ -152,8 +152,8 @@ class Saver:
         self.optimizer.refresh_masters()
         if self.scales is not None:
             self.scales.restore(folder, keep_inputs=self.clear_scales)
-        self.weights_alone = bool(raw.get(WEIGHTS_ALONE))
-        if self.with_optimizer and state.updates and not self.weights_alone:
+        self.weights_only = bool(raw.get(WEIGHTS_ONLY))
+        if self.with_optimizer and state.updates and not self.weights_only:
             self._restore_optimizer(folder, state.updates)
             self.optimizer.load_numbers(raw["optimizer"])
         if restore_random:
@@ -185,9 +185,11 @@ class Saver:
         masters: Tensors = StoredState(folder, "master_weights", self.sharding, self.world.rank)
         if self.rebuild_masters and self.optimizer.has_masters and not len(masters):
             masters = dict(self.optimizer.master_tensors())  # they follow the weights just read
-            say(f"note     {folder.name} has no fp32 weights: made from the 16-bit ones, so not bit for bit as saved")
+            emit(f"note     {folder.name} has no fp32 weights: made from the 16-bit ones, so not bit for bit as saved")
         if moments.is_compressed:
-            say(f"note     {folder.name} has compressed moments (ckpt_quant_stage): close to, not bit for bit as saved")
+            emit(
+                f"note     {folder.name} has compressed moments (ckpt_quant_stage): close to, not bit for bit as saved"
+            )
         missing = self.optimizer.load(updates, moments, masters)
         if missing:
             raise CheckpointError(
@@ -240,10 +242,10 @@ class SaveHook(Hook):
         every: int,
         grace_seconds: float,
         minutes: float = 0.0,
-        end_with_weights_alone: bool = False,
+        end_with_weights_only: bool = False,
     ) -> None:
         """end_with_weights_alone: the save at the run's end is for its model, not to train on from."""
-        self.end_with_weights_alone = end_with_weights_alone
+        self.end_with_weights_only = end_with_weights_only
         self.saver, self.trackers, self.every, self.minutes = saver, trackers, every, minutes
         self.grace_seconds = grace_seconds
         self._saved_at = time.monotonic()
@@ -284,7 +286,7 @@ class SaveHook(Hook):
             return None
         trainer.phase("save")
         self.trackers.status("saving")
-        path = self.saver.save(trainer.state, final, timed, weights_alone=final and self.end_with_weights_alone)
+        path = self.saver.save(trainer.state, final, timed, weights_only=final and self.end_with_weights_only)
         self._saved_at = time.monotonic()
         self.trackers.status("")
         trainer.phase("hooks")

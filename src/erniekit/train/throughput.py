@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from erniekit.log import say
+from erniekit.log import emit
 from erniekit.parallel.mesh import World
 from erniekit.train.hooks import Hook
 
@@ -32,4 +32,4 @@ class Throughput(Hook):
     def on_end(self, trainer: Trainer) -> None:
         seconds = self.ended - self.began
         rate = self.tokens / seconds if self.tokens else 0.0
-        say(f"benchmark {rate:,.0f} effective tokens/s, {rate / self.world.size:,.0f} a device, over {seconds:.1f} s")
+        emit(f"benchmark {rate:,.0f} effective tokens/s, {rate / self.world.size:,.0f} a device, over {seconds:.1f} s")

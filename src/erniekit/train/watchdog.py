@@ -27,7 +27,7 @@ from typing import IO, TYPE_CHECKING
 from erniekit import heartbeat
 from erniekit.train import monitor
 from erniekit.train.hooks import Hook
-from erniekit.train.monitor import Beat, HangDetector, SharedHeartbeat, headline, report_name, say, write_report
+from erniekit.train.monitor import Beat, HangDetector, SharedHeartbeat, emit, headline, report_name, write_report
 
 if TYPE_CHECKING:
     from erniekit.train.step import StepResult
@@ -132,7 +132,7 @@ class Watchdog(Hook):
 
     def __enter__(self) -> Watchdog:
         self.phase("start")
-        self._listening.enter_context(heartbeat.heard_by(self.progress))
+        self._listening.enter_context(heartbeat.listening(self.progress))
         faulthandler.register(STACKS_SIGNAL, file=self._stacks_file, all_threads=True, chain=False)
         self._thread.start()
         self._ready.wait(5)
@@ -144,7 +144,7 @@ class Watchdog(Hook):
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=fds, cwd="/"
             )
         except OSError as error:
-            say(f"no monitor process for rank {self.rank} ({error}); a held interpreter lock would go unnoticed")
+            emit(f"no monitor process for rank {self.rank} ({error}); a held interpreter lock would go unnoticed")
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -175,14 +175,14 @@ class Watchdog(Hook):
             elif state == "hard":
                 if self._beats.reported()[0] != beat.at:  # hard below soft
                     self._report(beat, silence, thread)
-                say(f"{headline(self.rank, beat, silence)}: ending with code {EXIT_CODE}, for a restart")
+                emit(f"{headline(self.rank, beat, silence)}: ending with code {EXIT_CODE}, for a restart")
                 os._exit(EXIT_CODE)
             elif state == "back":
-                say(f"rank {self.rank} continues: step {beat.step}, phase {beat.phase}")
+                emit(f"rank {self.rank} continues: step {beat.step}, phase {beat.phase}")
             code = self._monitor.poll() if self._monitor is not None and not monitor_ended else None
             if code is not None and not self._stop.is_set():
                 monitor_ended = True
-                say(f"the monitor process of rank {self.rank} ended ({code}); only the thread watches")
+                emit(f"the monitor process of rank {self.rank} ended ({code}); only the thread watches")
 
     def _report(self, beat: Beat, silence: float, thread: int) -> None:
         path, head = self.folder / report_name(self.rank, beat.step), headline(self.rank, beat, silence)
@@ -192,9 +192,9 @@ class Watchdog(Hook):
             with path.open("ab") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
             self._beats.set_reported(beat.at, thread)
-            say(f"{head}; stacks in {path}")
+            emit(f"{head}; stacks in {path}")
         except Exception as error:  # whatever happens in here, the hard time-out must still come
-            say(f"{head}; its stacks could not be written to {path}: {error}")
+            emit(f"{head}; its stacks could not be written to {path}: {error}")
             faulthandler.dump_traceback(2, all_threads=True)
             self._beats.set_reported(beat.at, thread)
         with suppress(Exception), path.open("ab") as file:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from erniekit.config.address import is_loopback
 from erniekit.errors import ConfigError
 from erniekit.extras import install_command
-from erniekit.log import paint, say
+from erniekit.log import emit, paint
 from erniekit.net.listen import bind
 from erniekit.track.charts import HOVER
 from erniekit.webui.chat_leases import ChatLeases
@@ -281,8 +281,8 @@ def serve(app: Guard, listening: socket.socket, url: str) -> None:
     class PageServer(uvicorn.Server):
         async def startup(self, sockets: Any = None) -> None:
             await super().startup(sockets)
-            say(f"{paint('ready', 'green', 'bold')}: ", own_address=url)
-            say("Ctrl-C ends the page and unloads its chat models; training runs continue and are found again.")
+            emit(f"{paint('ready', 'green', 'bold')}: ", own_address=url)
+            emit("Ctrl-C ends the page and unloads its chat models; training runs continue and are found again.")
 
         async def shutdown(self, sockets: Any = None) -> None:
             await super().shutdown(sockets)

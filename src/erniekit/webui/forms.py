@@ -129,7 +129,7 @@ def from_file(file: Path, alone: bool = False) -> dict[str, Any]:
     """The same of a file; unless `alone`, one that extends others is read with them, as shipped recipes do."""
     from erniekit.config.sources import collect
 
-    found = collect([str(file)], "train", alone=alone)
+    found = collect([str(file)], "train", standalone=alone)
     out = {key: list(g.value) if isinstance(g.value, tuple) else g.value for key, g in found.given.items()}
     if found.sectioned or out.get("input_dir") or out.get("data_filelist"):
         out.setdefault("stage", "PT")

@@ -91,7 +91,7 @@ class Guard:
 
     def _site(self, headers: dict[bytes, bytes]) -> str:
         """A foreign name that was made to point here, or another site's page that presses our buttons."""
-        if not self.hosts.knows(headers.get(b"host", b"").decode("latin-1")):
+        if not self.hosts.allows(headers.get(b"host", b"").decode("latin-1")):
             return "this page has another address"
         return "a page of another address asked for this" if from_another_site(headers) else ""
 

@@ -11,7 +11,7 @@ import pytest
 from erniekit.cli.main import main
 from erniekit.demo import ProofFailed
 from erniekit.demo.folder import seal
-from erniekit.demo.victim import Victim
+from erniekit.demo.killed_run import KilledRun
 from erniekit.errors import ConfigError
 from erniekit.files import NotOurs, own
 from erniekit.recipes import demo as recipe
@@ -53,16 +53,16 @@ def test_a_logged_command_says_what_was_run(demo):
 
 
 def test_a_weight_that_differs_in_one_bit_fails_the_resume_proof(demo, tmp_path):
-    victim = Victim([], tmp_path, tmp_path / "log")
+    killed_run = KilledRun([], tmp_path, tmp_path / "log")
     ours = tmp_path / f"checkpoint-{recipe.STEPS}"
     shutil.copytree(demo.folder / "killed" / ours.name, ours)
-    assert "bit-identical" in recipe.same_bits(victim, demo.folder / "sft")
+    assert "bit-identical" in recipe.same_bits(killed_run, demo.folder / "sft")
     file = ours / "optimizer.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
     with pytest.raises(ProofFailed, match=r"optimizer\.safetensors differs"):
-        recipe.same_bits(victim, demo.folder / "sft")
+        recipe.same_bits(killed_run, demo.folder / "sft")
 
 
 def test_a_loss_that_stays_fails_the_training_proof(tmp_path):
@@ -77,12 +77,12 @@ def test_a_loss_that_stays_fails_the_training_proof(tmp_path):
 
 
 def test_a_process_that_was_not_killed_fails_the_proof(tmp_path):
-    victim = Victim([], tmp_path, tmp_path / "log")
+    killed_run = KilledRun([], tmp_path, tmp_path / "log")
     with pytest.raises(ProofFailed, match="before it could be killed"):
-        recipe.was_killed(victim)
-    victim.killed_at = 14
+        recipe.was_killed(killed_run)
+    killed_run.killed_at = 14
     with pytest.raises(ProofFailed, match="checkpoint of step 0"):
-        recipe.was_killed(victim)
+        recipe.was_killed(killed_run)
 
 
 def test_a_wrong_answer_fails_the_demo(demo, tmp_path):

@@ -106,4 +106,4 @@ def test_base_is_no_key_of_the_command_line(tree):
 def test_a_recipe_that_must_stand_alone_reads_no_other_file(tree):
     tree(run="base: absent.yaml\n")
     with pytest.raises(ConfigError, match="cannot extend"):
-        collect(["run.yaml"], "train", alone=True)
+        collect(["run.yaml"], "train", standalone=True)

@@ -8,7 +8,7 @@ from erniekit.cli.config_command import report
 from erniekit.cli.help import help_lines
 from erniekit.config import RunConfig, load
 from erniekit.config.flat import KEYS
-from erniekit.config.ignored_keys import IGNORED_KEYS, IGNORED_WORDS
+from erniekit.config.ignored_keys import IGNORED_KEYS, IGNORED_OPTIONS
 from erniekit.errors import ConfigError
 
 # As ERNIEKit 1.3.0 accepts them, and two of its automatic parallelism.
@@ -63,7 +63,7 @@ def test_a_mistyped_word_is_refused_with_the_nearest():
 
 def test_help_on_a_key_names_its_words_without_effect():
     lines = help_lines(["train", "sharding_parallel_config"])
-    for word, reason in IGNORED_WORDS["sharding_parallel_config"].items():
+    for word, reason in IGNORED_OPTIONS["sharding_parallel_config"].items():
         assert f"  {word}: without effect; {reason}" in lines
     assert max(map(len, lines)) <= 120
 
@@ -77,6 +77,6 @@ def test_details_of_paddles_parallelism_have_reasons_of_their_own():
 
 def test_the_docs_table_is_this_table(root):
     rows = [line for line in (root / "docs/config.md").read_text().splitlines() if line.startswith("| `")]
-    for key, words in IGNORED_WORDS.items():
+    for key, words in IGNORED_OPTIONS.items():
         for word, reason in words.items():
             assert any(f"`{key}`" in row and f"`{word}`" in row and reason in row for row in rows), (key, word)

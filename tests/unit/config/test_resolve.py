@@ -210,7 +210,7 @@ def test_each_number_of_preference_training_is_better_its_own_way(metric: str, g
     ],
 )
 def test_a_metric_that_no_evaluation_tells_is_refused(words: list[str], near: str):
-    with pytest.raises(ConfigError, match=r"an evaluation of (SFT|DPO) tells loss") as caught:
+    with pytest.raises(ConfigError, match=r"an evaluation of (SFT|DPO) reports loss") as caught:
         load([*EVALUATED, "early_stopping_patience=2", *words])
     assert near in caught.value.fix
 

@@ -64,14 +64,14 @@ def test_a_holder_that_works_is_waited_for_and_one_that_stands_still_is_not(
     clock = Waiting()
     monkeypatch.setattr(cache_lock, "time", clock)
     monkeypatch.setattr(cache_lock, "STALLED_S", 1.5)
-    monkeypatch.setattr(cache_lock, "FIRST_WORD_S", 0.3)
+    monkeypatch.setattr(cache_lock, "FIRST_NOTE_S", 0.3)
     beats: list[int] = []
     outcome: list[object] = []
     said: list[str] = []
 
     def wait() -> None:
         try:
-            with heartbeat.heard_by(lambda: beats.append(1)), only_one(folder) as alone:
+            with heartbeat.listening(lambda: beats.append(1)), only_one(folder) as alone:
                 outcome.append(alone)
         except DataError as error:
             outcome.append(error)

@@ -136,7 +136,7 @@ def test_a_name_without_files_says_what_was_looked_for(tmp_path):
         (idx_bytes(8, 2, version=2), "version 2; version 1 is known"),
         (idx_bytes(7, 2), "numbers with a fraction"),
         (idx_bytes(9, 2), "dtype code 9 is unknown"),
-        (idx_bytes(8, 4), "sequence 1 of 1 tokens is said to begin at byte 12"),
+        (idx_bytes(8, 4), "sequence 1 of 1 tokens is declared to begin at byte 12"),
         (idx_bytes(8, 2, sizes=[3, 1, 4, 3]), "describes 22 bytes of uint16 tokens, the file holds 20"),
         (idx_bytes(8, 2, sizes=[3, 1, 4]), "describes 16 bytes of uint16 tokens, the file holds 20"),
         (idx_bytes(8, 2, sizes=[3, 1, -4, 2]), "sequence 2 of -4 tokens"),

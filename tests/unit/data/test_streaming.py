@@ -291,6 +291,8 @@ def test_a_run_that_was_killed_while_it_removed_its_samples_begins_again(
             first.discard()
     first.close()
     assert not streamed(files[0], store="same").require(SIZES[0] + 1)
+
+
 class Parts(BaseHTTPRequestHandler):
     """A file, and from which byte on it was asked for."""
 

@@ -13,7 +13,7 @@ def test_a_process_that_died_is_a_failed_proof_with_its_log(tmp_path):
     stack._process.kill()
     stack._process.wait()
     with pytest.raises(ProofFailed, match="could not read") as failed:
-        stack.ask(tmp_path, [1], [1], [2], tmp_path / "logits")
+        stack.query(tmp_path, [1], [1], [2], tmp_path / "logits")
     stack.close()
     assert failed.value.where == str(tmp_path / "transformers.log")
     assert failed.value.exit_code == 1

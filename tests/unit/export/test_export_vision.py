@@ -1,4 +1,4 @@
-"""Export of a model that sees whose proof of preprocessing is damaged: the user's own file is named, and the way on."""
+"""Export of a vision model whose proof of preprocessing is damaged: the user's own file is named, and the way on."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_what_a_rank_says_after_the_screen_is_muted_is_in_its_log_only(tmp_path:
         screen.flush()
         until(lambda: relay._mid_line)
         relay.mute()
-        relay.say("error: the launcher's own words")
+        relay.emit("error: the launcher's own words")
         screen.write(" and noise\n")
     relay.close()
     seen = capfd.readouterr()

@@ -1,4 +1,4 @@
-"""The parts of a model that sees, each against its definition: positions, frames, pairs of frames, banks, places."""
+"""The parts of a vision model, each against its definition: positions, frames, pairs of frames, banks, places."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which weights of a model that sees a run leaves as they are, and the tower's learning rates layer by layer."""
+"""Which weights of a vision-language model a run leaves as they are, and the tower's learning rates layer by layer."""
 
 from __future__ import annotations
 

@@ -227,6 +227,6 @@ def test_a_wrong_tensor_in_the_written_folder_stops_publication(dense, quantised
         real(folder, source, recipe, parts, size)
 
     monkeypatch.setattr(engine, "write_weights", swapped)
-    with pytest.raises(ErnieKitError, match=r"layers\.0\.attn\.qkv\.weight changed on its way"):
+    with pytest.raises(ErnieKitError, match=r"layers\.0\.attn\.qkv\.weight changed while it was copied"):
         quantised(dense, "w4a16", rows=0)
     assert not (tmp_path / "out").exists()

@@ -83,7 +83,7 @@ def test_packed_weights_have_the_loss_of_the_numbers_that_they_keep(model: Path,
 def test_under_an_adapter_the_layers_are_packed_that_its_run_packed(model: Path, tmp_path: Path) -> None:
     words = ["fine_tuning=LoRA", "lora_target_modules=o_proj", "frozen_base=int8", "train_dataset_path=none"]
     cfg = load([*words, f"model_name_or_path={model}", "device=cpu"])
-    trained = build(plan_run(cfg, alone=True), stage_of(cfg)).engine.parts[0]
+    trained = build(plan_run(cfg, one_process=True), stage_of(cfg)).engine.parts[0]
     adapter = adapter_of(trained, settings_of(cfg), base=str(model))
     write_adapter(tmp_path / "adapter", adapter, trained)
     evaluated = find_model(tmp_path / "adapter").build(torch.float32, packed="int8")

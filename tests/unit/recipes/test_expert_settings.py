@@ -39,7 +39,7 @@ def config(*words: str) -> RunConfig:
 
 
 def built_with(folder: Path, *words: str) -> Built:
-    return build(plan_run(config(f"model_name_or_path={folder}", *words), alone=True), TrainingStage())
+    return build(plan_run(config(f"model_name_or_path={folder}", *words), one_process=True), TrainingStage())
 
 
 def routers(built: Built) -> list[Any]:

@@ -23,7 +23,7 @@ from erniekit.recipes.memory_decisions import (
     kept_bytes,
     least_bytes,
     numbers_of,
-    seeing_bytes,
+    vision_bytes,
 )
 from unit.recipes.test_speed_decisions import ALONE, LARGE, SMALL
 
@@ -141,20 +141,20 @@ SEEING = replace(
 
 
 def test_a_tower_that_is_trained_keeps_what_a_pack_of_pictures_leaves_in_it() -> None:
-    whole = seeing_bytes(run("stage=VL-SFT"), SEEING, again=False) / GIB
+    whole = vision_bytes(run("stage=VL-SFT"), SEEING, again=False) / GIB
     patches = 4 * 8192
     assert whole == pytest.approx(2 * patches * (32 * (10 * 1280 + 3 * 5120) + 1280 + 588 + 10 * 1280) / GIB)
     assert 50 < whole < 60
-    assert seeing_bytes(run("stage=VL-SFT"), SEEING, again=True) / GIB < 6
-    assert seeing_bytes(run("stage=VL-SFT", "max_patches=4096"), SEEING, again=False) / GIB == pytest.approx(whole / 8)
+    assert vision_bytes(run("stage=VL-SFT"), SEEING, again=True) / GIB < 6
+    assert vision_bytes(run("stage=VL-SFT", "max_patches=4096"), SEEING, again=False) / GIB == pytest.approx(whole / 8)
 
 
 @pytest.mark.parametrize("words", [("freeze_config=freeze_vision",), ("fine_tuning=LoRA",)])
 def test_in_front_of_a_frozen_tower_the_resampler_alone_keeps_something(words: tuple[str, ...]) -> None:
-    kept = seeing_bytes(run("stage=VL-SFT", *words), SEEING, again=False)
+    kept = vision_bytes(run("stage=VL-SFT", *words), SEEING, again=False)
     assert kept == 2 * 8192 * 10 * 4 * 1280
-    assert seeing_bytes(run("stage=VL-SFT", "freeze_config=[freeze_vision,freeze_resampler]"), SEEING, False) == 0
-    assert seeing_bytes(run("stage=SFT"), SEEING, again=False) == 0, "text alone"
+    assert vision_bytes(run("stage=VL-SFT", "freeze_config=[freeze_vision,freeze_resampler]"), SEEING, False) == 0
+    assert vision_bytes(run("stage=SFT"), SEEING, again=False) == 0, "text alone"
 
 
 def test_a_step_that_fits_is_one_with_the_towers_share() -> None:

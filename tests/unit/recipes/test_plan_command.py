@@ -322,7 +322,7 @@ def tiny_run(tmp_path: Path) -> RunConfig:
 
 
 def test_a_decided_run_is_compared_with_its_own_plan(tiny_run: RunConfig) -> None:
-    plan = plan_run(tiny_run, alone=True)
+    plan = plan_run(tiny_run, one_process=True)
     assert plan_check.line_of(plan, 1.0) is None, "a CPU counts no peak"
     line = plan_check.line_of(replace(plan, device=card(1.0)), 5e3)
     assert line is not None

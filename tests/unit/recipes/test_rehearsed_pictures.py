@@ -1,4 +1,4 @@
-"""A model that sees is rehearsed with pictures on some ranks and text alone on others."""
+"""A vision-language model is rehearsed with pictures on some ranks and text alone on others."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def planned(folder: Path, *words: str) -> run_plan.RunPlan:
     words = ("device=cpu", "compute_type=fp32", f"model_name_or_path={folder}", "train_dataset_path=none", *words)
-    return run_plan.plan_run(load(list(words)), alone=True)
+    return run_plan.plan_run(load(list(words)), one_process=True)
 
 
 def test_a_plan_holds_every_decision_and_cannot_be_changed(moe: Path) -> None:

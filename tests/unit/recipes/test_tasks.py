@@ -101,7 +101,7 @@ def test_generation_is_greedy_and_ends_before_a_stop_word(loaded):
 def test_no_token_is_generated_after_a_stop_word(loaded):
     scorer, steps = Scorer(*loaded, max_length=64), []
     whole = scorer.generate("The cat", [], 8)
-    scorer._generator.twin.register_forward_hook(lambda *_: steps.append(1))
+    scorer._generator.hf_model.register_forward_hook(lambda *_: steps.append(1))
     scorer.generate("The cat", [whole[0]], 8)
     assert len(steps) < 8
 

@@ -14,7 +14,7 @@ import time
 import pytest
 
 from erniekit.serve import chat as chat_module
-from erniekit.serve.chat import ChatSession, ask, converse
+from erniekit.serve.chat import ChatSession, answer_prompt, converse
 from erniekit.serve.chat_client import Address, Client
 from support.serving import Live, until
 
@@ -47,7 +47,7 @@ def type_in(live: Live, typed: str, **more: object) -> str:
     output = io.StringIO()
     assert converse(talk_to(live, **more), "talker", io.StringIO(typed), output) == 0
     opened, rest = output.getvalue().split("\n", 1)
-    assert opened == f"talker; {chat_module.WORDS}"
+    assert opened == f"talker; {chat_module.HINT}"
     return rest
 
 
@@ -93,14 +93,14 @@ def test_a_conversation_that_outgrows_the_model_is_told_and_can_be_cleared(live)
 def test_tokens_are_told_when_they_are_asked_for(live):
     shown = type_in(live, "two plus two?\n", stream_options={"include_usage": True})
     assert "four [" in shown
-    assert "tokens asked," in shown
+    assert "prompt tokens," in shown
 
 
 def test_prompt_prints_the_answer_and_nothing_else(live):
     output, aside = io.StringIO(), io.StringIO()
-    assert ask(talk_to(live), "capital of France?", output, aside) == 0
+    assert answer_prompt(talk_to(live), "capital of France?", output, aside) == 0
     assert (output.getvalue(), aside.getvalue()) == ("Paris.\n", "")
-    assert ask(talk_to(live, max_tokens=4), "greet me", output, aside) == 0
+    assert answer_prompt(talk_to(live, max_tokens=4), "greet me", output, aside) == 0
     assert aside.getvalue() == "[cut at the length limit]\n"
 
 
@@ -201,5 +201,5 @@ def test_ctrl_c_twice_at_the_prompt_leaves_and_once_does_not(live):
 
 def test_an_interrupted_prompt_has_the_exit_code_of_an_interrupt(live):
     aside = io.StringIO()
-    assert ask(talk_to(live), "greet me", Impatient("你"), aside) == 130
+    assert answer_prompt(talk_to(live), "greet me", Impatient("你"), aside) == 130
     assert "[stopped]" in aside.getvalue()

@@ -19,7 +19,7 @@ import pytest
 
 from erniekit.errors import ConfigError
 from erniekit.serve import chat_media
-from erniekit.serve.chat import ChatSession, Screen, ask, converse
+from erniekit.serve.chat import ChatSession, Screen, answer_prompt, converse
 from erniekit.serve.chat_client import Address, ChatAnswer, Client, NoAnswer, address_of, is_address
 from support.seen import MEDIA
 
@@ -108,7 +108,7 @@ def test_thoughts_are_shown_apart_and_stay_out_of_the_history(other, kind):
 def test_a_prompts_thoughts_do_not_mix_with_its_answer(other):
     other.replies = [(200, THOUGHTS["reasoning"])]
     output, aside = io.StringIO(), io.StringIO()
-    assert ask(ChatSession(other.client(), {"stream": True}), "is it?", output, aside) == 0
+    assert answer_prompt(ChatSession(other.client(), {"stream": True}), "is it?", output, aside) == 0
     assert (output.getvalue(), aside.getvalue()) == ("It is.\n", "thinking:\nhm, yes\n")
 
 
@@ -117,7 +117,7 @@ def test_thoughts_are_dimmed_on_a_terminal(other, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     other.replies = [(200, THOUGHTS["reasoning"])]
     output = io.StringIO()
-    ChatSession(other.client(), {"stream": True}).say("is it?", Screen(output, output))
+    ChatSession(other.client(), {"stream": True}).send("is it?", Screen(output, output))
     assert output.getvalue() == "thinking:\n\x1b[2mhm, yes\x1b[0m\nanswer:\nIt is."
 
 
@@ -131,7 +131,7 @@ def test_a_whole_answer_is_read_like_a_streamed_one(other):
 def test_what_a_terminal_would_obey_is_not_shown(other):
     other.replies = [(200, events({"content": "a\x1b]0;title\x07b\tc\r\x9b2Jd\n"}))]
     output = io.StringIO()
-    ask(ChatSession(other.client(), {"stream": True}), "x", output, output)
+    answer_prompt(ChatSession(other.client(), {"stream": True}), "x", output, output)
     assert output.getvalue() == "a]0;titleb\tc2Jd\n\n"
 
 
@@ -173,7 +173,7 @@ def test_the_key_goes_with_every_request_and_nowhere_else(other):
     ("status", "body", "what", "fix"),
     [
         (401, {"error": {"message": "an API key is needed"}}, "an API key is needed", "ERNIEKIT_API_KEY"),
-        (429, {"error": {"message": "busy"}}, "busy", "ask again"),
+        (429, {"error": {"message": "busy"}}, "busy", "retry"),
         (400, {"object": "error", "message": "too\nhot"}, "too hot", "clear"),
         (422, {"detail": "no such field"}, "no such field", "clear"),
         (500, b"<html>", "status 500", "clear"),
@@ -194,10 +194,10 @@ def test_a_refusal_of_a_picture_is_one_error_that_names_its_file(other):
     told = "error: it breaks off\nwhere: messages[3].content[1]\nfix:   send it whole"
     other.replies = [(200, events({"content": "a"})), (400, {"error": {"message": told}})]
     talk = ChatSession(other.client(), {"stream": True}, "Be brief.")
-    talk.say("first", Screen(io.StringIO(), io.StringIO()))
+    talk.send("first", Screen(io.StringIO(), io.StringIO()))
     talk.attached = [chat_media.attach(str(MEDIA / name), "image") for name in ("a.png", "b.png")]
     with pytest.raises(NoAnswer) as caught:
-        talk.say("which?", Screen(io.StringIO(), io.StringIO()))
+        talk.send("which?", Screen(io.StringIO(), io.StringIO()))
     assert caught.value.lines() == ["error: it breaks off", f"where: {MEDIA / 'b.png'}", "fix:   send it whole"]
 
 
@@ -245,7 +245,7 @@ def test_a_silent_server_is_not_waited_for_for_ever():
 
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         client = Client(Address("127.0.0.1", deaf.getsockname()[1]), timeout=0.1)
-        with pytest.raises(NoAnswer, match=r"said nothing for 0\.1 s") as caught:
+        with pytest.raises(NoAnswer, match=r"sent nothing for 0\.1 s") as caught:
             client.choose_model()
     assert caught.value.fix == "raise request_timeout"
 

@@ -23,7 +23,7 @@ from erniekit.data.template import prompt_ids
 from erniekit.errors import ConfigError
 from erniekit.models.init import init_weights
 from erniekit.serve import chat as chat_module
-from erniekit.serve.chat import ChatSession, ask, connect, own_flags, request_fields, server_of
+from erniekit.serve.chat import ChatSession, answer_prompt, connect, own_flags, request_fields, server_of
 from erniekit.serve.generate import Generator, Sampling
 
 pytestmark = pytest.mark.xdist_group("server")
@@ -117,7 +117,7 @@ def test_a_recipe_opens_its_folder_when_nobody_answers_and_talks_to_who_does(tal
         with connect(load_config([str(recipe), "device=cpu"], "chat"), io.StringIO()) as (client, opened):
             assert opened == about
             output = io.StringIO()
-            assert ask(ChatSession(client, GREEDY), "capital of France?", output, output) == 0
+            assert answer_prompt(ChatSession(client, GREEDY), "capital of France?", output, output) == 0
             assert output.getvalue() == "Paris.\n"
 
 
@@ -157,7 +157,7 @@ def test_the_command_talks_through_a_pipe(talker):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    assert f"loading {talker}\n{talker}, float32 on cpu; {chat_module.WORDS}\n" in done.stdout
+    assert f"loading {talker}\n{talker}, float32 on cpu; {chat_module.HINT}\n" in done.stdout
     assert "Assistant: 你好 😀!" in done.stdout
     assert done.stderr == ""
 

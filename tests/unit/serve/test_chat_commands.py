@@ -88,7 +88,7 @@ def test_a_conversation_is_saved_as_a_row_and_never_over_a_file(live: Live, tmp_
     file = tmp_path / "talk.jsonl"
     typed = f"/save {file}\ntwo plus two?\n/save {file}\n/save {file}\n/save {tmp_path}/none/x\n"
     shown, _ = type_in(live, typed, "be brief")
-    assert "error: nothing has been said yet" in shown
+    assert "error: the conversation is empty" in shown
     assert f"2 messages saved to {file}" in shown
     assert "error: there is a file of that name" in shown
     assert "error: it cannot be written: No such file or directory" in shown

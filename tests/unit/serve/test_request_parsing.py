@@ -62,7 +62,7 @@ def chat(served: ServedModel, defaults: SamplingDefaults = SamplingDefaults(), *
 def test_thinking_and_other_variables_reach_the_template(templated: ServedModel):
     assert chat(templated)[1] == "hi"
     asked, text = chat(templated, enable_thinking=True)
-    assert (text, asked.thinks) == ("hi<think>", True)
+    assert (text, asked.reasoning_open) == ("hi<think>", True)
     assert chat(templated, SamplingDefaults(enable_thinking=True))[1] == "hi<think>"
     assert chat(templated, SamplingDefaults(enable_thinking=True), enable_thinking=False)[1] == "hi"
     kwargs = {"enable_thinking": True, "style": "!"}

@@ -16,7 +16,7 @@ from erniekit.track.progress import summary
 
 RUN = """
 import sys, time, warnings
-from erniekit.log import say
+from erniekit.log import emit
 from erniekit.track import make_trackers
 trackers = make_trackers([], sys.argv[1], disable_tqdm={disable_tqdm})
 trackers.start(total_steps=6, start_step=2)
@@ -30,7 +30,7 @@ for step in range(3, 7):
         trackers.log(step, dict(eval_loss=2.5, eval_runtime=0.5), "eval")
         trackers.status("")
         trackers.event(step, "save", "checkpoint-4")
-        say("said by another room")
+        emit("said by another room")
         print("a warning of a library", file=sys.stderr)
 trackers.log(6, dict(train_loss=4.5, train_runtime=3.0), "end")
 trackers.close()

@@ -19,9 +19,9 @@ _RULES: tuple[tuple[str, str], ...] = (
     (r"FLAGS_allocator_strategy.*|FLAGS_use_auto_growth.*|FLAGS_fraction_of_gpu_memory.*", _ALLOCATOR),
     (r"FLAGS_npu_jit_compile", "torch_npu compiles no operator during a run"),
     (r"FLAGS_enable_ixdnn_attn", "attention is picked by device, see the key attention"),
-    (r"FLAGS_.*|PADDLE_.*", "read by Paddle alone"),
-    (r"GLOG_.*", "read by Paddle alone"),
-    (r"CUSTOM_DEVICE_.*", "read by Paddle alone"),
+    (r"FLAGS_.*|PADDLE_.*", "read by Paddle only"),
+    (r"GLOG_.*", "read by Paddle only"),
+    (r"CUSTOM_DEVICE_.*", "read by Paddle only"),
     (r"PYTHONPATH", "erniekit is installed, not found by its path"),
     (r"LD_PRELOAD", "it was for Paddle; the vendor's torch finds its own libraries"),
     (r"BKCL_.*", "of Kunlunxin's library under Paddle; the vendor's torch image sets its own"),
@@ -34,11 +34,11 @@ _KEPT = re.compile(
     r"NVIDIA_.*|NCCL_.*|GLOO_.*|FLAGCX_.*|HCCL_.*|TORCH.*|PYTORCH_.*|.*_VISIBLE_DEVICES|ASCEND_.*|XMLIR_.*|XPU_.*"
     r"|CUDA_.*|CUBLAS_.*|LD_LIBRARY_PATH|PATH|OMP_NUM_THREADS|HF_.*|ERNIEKIT_.*|.*_PROXY|.*_proxy|TOKENIZERS_PARALLELISM"
 )
-# Of the launch itself: the launch line says them.
+# Of the launch itself: the launch line has them.
 LAUNCH = {"NNODES": "nnodes", "MASTER_ADDR": "master_addr", "MASTER_PORT": "master_port", "RANK": "rank"}
 
 
-def fate(name: str) -> tuple[bool, str]:
+def decide(name: str) -> tuple[bool, str]:
     """Whether a variable is kept, and why not."""
     for pattern, reason in _RULES:
         if re.fullmatch(pattern, name):

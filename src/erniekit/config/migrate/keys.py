@@ -84,7 +84,7 @@ def migrated_keys(entries: Iterable[WrittenKey], stage: str = "", from_script: b
 
 
 def _put(sources: Sources, entry: WrittenKey) -> Iterator[Remark]:
-    """Into `sources`, unless it does nothing here or nobody knows it."""
+    """Into `sources`, unless it does nothing here or is unknown."""
     written = entry.name.replace("-", "_")
     what = f"{written} {shown(entry.value)}" if entry.value is not True else written
     name = canonical(paddleformers.translated(written, entry.value)[0])
@@ -112,7 +112,7 @@ def _put(sources: Sources, entry: WrittenKey) -> Iterator[Remark]:
 
 
 def _settle(out: MigratedKeys, from_script: bool) -> None:
-    """Old ways to say a thing become the one we have; words that do nothing go."""
+    """Old spellings become the current ones; options that do nothing are removed."""
     _precision(out)
     if "lora" in out.values:
         lora = out.values["lora"]
@@ -127,12 +127,12 @@ def _settle(out: MigratedKeys, from_script: bool) -> None:
     _dropped(out, "disable_tqdm", "the bar shows on a terminal only")
     if out.values.get("stage", "SFT") in ("SFT", "DPO"):
         _dropped(out, "lr_scheduler", "without effect in ERNIEKit's SFT and DPO; lr_scheduler_type counts")
-    theirs = any(r.what.startswith("recompute_method") for r in out.remarks)  # of PaddleFormers
-    if theirs and "recompute_granularity" in out.values and "recompute" not in out.values:
+    from_paddleformers = any(r.what.startswith("recompute_method") for r in out.remarks)  # of PaddleFormers
+    if from_paddleformers and "recompute_granularity" in out.values and "recompute" not in out.values:
         out.values["recompute"] = True
-        out.remarks.append(Remark("added", "", "recompute: True", "recompute_granularity alone turns it on there"))
+        out.remarks.append(Remark("added", "", "recompute: True", "recompute_granularity by itself turns it on there"))
     for name in [*out.values]:
-        _without_idle_words(out, name)
+        _without_idle_options(out, name)
     out.remarks += _unusual(out)
     for name, (value, why) in SCRIPT_DEFAULTS.items() if from_script else ():
         unasked = name == "eval_dataset_path" and not out.values.get("do_eval")
@@ -175,14 +175,14 @@ def _dropped(out: MigratedKeys, name: str, why: str) -> None:
         out.remarks.append(Remark("dropped", out.places[name], what, why))
 
 
-def _without_idle_words(out: MigratedKeys, name: str) -> None:
+def _without_idle_options(out: MigratedKeys, name: str) -> None:
     idle = KEYS[name].idle
     if not idle:
         return
-    words = [word for word in out.values[name] if word in idle]
-    for word in words:
-        out.remarks.append(Remark("dropped", out.places[name], f"{name} {word}", idle[word]))
-    left = tuple(word for word in out.values[name] if word not in idle)
+    idle_options = [option for option in out.values[name] if option in idle]
+    for option in idle_options:
+        out.remarks.append(Remark("dropped", out.places[name], f"{name} {option}", idle[option]))
+    left = tuple(option for option in out.values[name] if option not in idle)
     if left:
         out.values[name] = left
     else:

@@ -1,4 +1,4 @@
-"""A command line -> the run it starts: by paddle.distributed.launch, a script alone, erniekit or paddleformers-cli.
+"""A command line -> the run it starts: by paddle.distributed.launch, a plain script, erniekit or paddleformers-cli.
 
 Called by runs.py for every command of a script; commands that start no run are none of these.
 """
@@ -22,7 +22,7 @@ SCRIPTS = {
     "run_pretrain.py": "PT",
     "pretrain.py": "PT",
 }
-# Launcher options that say which processes start where; the launch line has them.
+# Launcher options that set which processes start where; the launch line has them.
 PLACES = {
     "gpus": "devices", "npus": "devices", "xpus": "devices", "devices": "devices", "nnodes": "nnodes",
     "nproc_per_node": "nproc_per_node", "master": "master", "rank": "rank", "ips": "ips", "log_dir": "log_dir",
@@ -31,7 +31,7 @@ OTHERS = {
     "hosts": "the machines find each other at master",
     "host": "the machines find each other at master",
     "job_id": "one launch at a time meets at master",
-    "run_mode": "ranks are all alike",
+    "run_mode": "all ranks are the same",
     "log_level": "ranks log into log_dir",
     "max_restart": "max_restarts sets how often a crashed run starts again (3)",
     "elastic_level": "max_restarts sets how often a crashed run starts again (3)",
@@ -50,7 +50,7 @@ class Launch:
     stage: str = ""  # that the script trains
     words: list[ShellWord] = field(default_factory=list)  # behind it
     options: dict[str, ShellWord] = field(default_factory=dict)  # of PLACES, by our name
-    device_flag: str = "gpus"  # the word the launcher called them by
+    device_flag: str = "gpus"  # the flag the launcher had for them
     dropped: list[tuple[str, ShellWord, str]] = field(default_factory=list)  # option, value, why
     by_paddle: bool = False
 

@@ -62,12 +62,12 @@ class Machines:
 
     @property
     def count(self) -> int | None:
-        """Machines; None where only the shell knows."""
+        """Machines; None where only the shell has the value."""
         return int(self.nnodes) if self.nnodes.isdecimal() else (None if self.nnodes else 1)
 
     @property
     def ranks(self) -> int | None:
-        """Processes in all; None where the script does not say."""
+        """Processes in all; None where the script has no number."""
         each = int(self.nproc) if self.nproc.isdecimal() else len(self.devices.split(",")) if self.devices else 0
         visible = next((w for n, w in self.exported.items() if n.endswith("_VISIBLE_DEVICES")), None)
         if not each and visible is not None and not visible.open:
@@ -83,7 +83,7 @@ class Machines:
         return lines
 
     def lines(self, command: str, recipe: str) -> list[tuple[str, str]]:
-        """(machine, what to type there); one line without a machine where there is one, or all are alike."""
+        """(machine, what to type there); one line without a machine where there is one, or all are the same."""
         line = f"erniekit {command} {shlex.quote(recipe)}"
         if self.devices:
             line += f" --{self.device_flag} {self.devices}"

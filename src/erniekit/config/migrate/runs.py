@@ -19,13 +19,13 @@ from erniekit.config.migrate.launcher import Launch, launch_of
 from erniekit.config.migrate.machines import Machines
 from erniekit.config.migrate.secrets import HIDDEN, Secrets, is_secret
 from erniekit.config.migrate.shell import ShellWord, Statement, read_script
-from erniekit.config.sources import JSON, SECTIONED, YAML, words_by_key
+from erniekit.config.sources import JSON, SECTIONED, YAML, arguments_by_key
 from erniekit.errors import ConfigError
 from erniekit.files import refuse_special
 
 MAX_BYTES = 200_000  # a launch script is a few kilobytes
 # Commands of a script that have nothing to do with the run, and why each is left out.
-ASIDE = {
+OTHER_PROGRAMS = {
     "rm": "nothing is deleted for you: a run resumes in its output_dir or refuses a folder that is not its own",
     "mkdir": "folders are made as needed",
     "tee": "the log is in output_dir and log_dir",
@@ -41,7 +41,7 @@ class MigratedRun:
     """One run: its values in our names, and how to start it."""
 
     place: str  # file:line of the command, or the file
-    what: str  # the command in words
+    what: str  # a description of the command
     command: str
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
@@ -115,13 +115,13 @@ def _plain(entry: FileEntry) -> Any:
 
 
 def _of_script(text: str, name: str, secrets: Secrets) -> list[MigratedRun]:
-    aside: list[Remark] = []
+    general: list[Remark] = []
     runs: list[MigratedRun] = []
     exported: dict[str, ShellWord] = {}
     before: list[str] = []  # lines to type before the launch
     statements = list(read_script(text, name))
     for statement in statements:
-        secrets.add_words([word.text for word in statement.words])
+        secrets.add_arguments([word.text for word in statement.words])
         for variable, word in statement.assigned:
             secrets.add(variable, word.text)
     for statement in statements:
@@ -131,21 +131,21 @@ def _of_script(text: str, name: str, secrets: Secrets) -> list[MigratedRun]:
             exported |= dict(statement.assigned)
         elif words and words[0].text == "unset":
             for word in words[1:]:
-                aside.append(Remark("dropped", f"{name}:{word.line}", f"unset {word.text}", "nothing here reads it"))
+                general.append(Remark("dropped", f"{name}:{word.line}", f"unset {word.text}", "nothing here reads it"))
         elif words and words[0].text in ("source", "."):
             before.append(" ".join(w.text for w in words))
         elif words and not statement.piped and (launch := launch_of(words)) is not None:
             env = {**exported, **dict(statement.assigned)}
             runs.append(_run(launch, env, name, before, secrets))
         elif words:
-            aside += _left_out(statement, place, secrets)
+            general += _left_out(statement, place, secrets)
     if not runs:
         raise ConfigError(
-            f"{name} starts no training that is known here",
+            f"{name} starts no known training program",
             where=name,
             fix="looked for: python -m paddle.distributed.launch SCRIPT.py, erniekit train, paddleformers-cli train",
         )
-    runs[0].remarks[:0] = aside
+    runs[0].remarks[:0] = general
     return runs
 
 
@@ -156,7 +156,7 @@ def _left_out(statement: Statement, place: str, secrets: Secrets) -> Iterator[Re
     if program in ("bash", "sh") and len(statement.words) > 1:
         yield Remark("no counterpart", place, text, "another script; give it to erniekit migrate as well")
     elif program not in ("set", "echo", "fi", "done", "["):
-        yield Remark("dropped", place, text, ASIDE.get(program, "no part of the run"))
+        yield Remark("dropped", place, text, OTHER_PROGRAMS.get(program, "no part of the run"))
 
 
 def _run(launch: Launch, env: dict[str, ShellWord], name: str, before: Sequence[str], secrets: Secrets) -> MigratedRun:
@@ -189,7 +189,7 @@ def _option(name: str, value: str) -> str:
 def _environment(run: MigratedRun, env: dict[str, ShellWord], name: str, secrets: Secrets) -> Iterator[Remark]:
     for variable, word in env.items():
         place = f"{name}:{word.line}"
-        kept, why = environment.fate(variable)
+        kept, why = environment.decide(variable)
         if variable in environment.LAUNCH:
             run.machines.take_variable(environment.LAUNCH[variable], word)
         elif is_secret(variable) or secrets.in_value(word.text):
@@ -205,9 +205,9 @@ def _environment(run: MigratedRun, env: dict[str, ShellWord], name: str, secrets
 
 
 def _entries(launch: Launch, name: str) -> Iterator[WrittenKey]:
-    """The keys of the recipes a command names, then those of its own words: the last word wins, as there."""
+    """The keys of the recipes a command names, then those of its own arguments: the last one wins, as there."""
     words = [w.text for w in launch.words]
-    items = list(words_by_key(words))
+    items = list(arguments_by_key(words))
     for key, value, at in items:
         if not key and str(value).endswith(YAML + JSON):
             yield from _recipe_entries(_found(str(value), f"{name}:{launch.words[at].line}", name))
@@ -218,7 +218,7 @@ def _entries(launch: Launch, name: str) -> Iterator[WrittenKey]:
             yield WrittenKey(key, value, f"{name}:{word.line}", open=any(w.open for w in taken))
         elif not str(value).endswith(YAML + JSON):
             raise ConfigError(
-                f"cannot tell what {value!r} is", where=f"{name}:{word.line}", fix="expected --key value or key=value"
+                f"cannot interpret {value!r}", where=f"{name}:{word.line}", fix="expected --key value or key=value"
             )
 
 
@@ -227,7 +227,7 @@ def _next(items: Sequence[tuple[str, Any, int]], at: int, end: int) -> int:
 
 
 def _found(path: str, place: str, script: str) -> str:
-    """A recipe that a script names: where the script runs, or beside it."""
+    """A recipe that a script names: where the script runs, or next to the script."""
     for folder in ("", os.path.dirname(script)):
         full = os.path.normpath(os.path.join(folder, path))
         if os.path.isfile(full):

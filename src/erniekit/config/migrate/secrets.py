@@ -1,7 +1,7 @@
 """Secrets of a script or recipe: what they are recognised by, and texts without them.
 
-Called by runs.py. A secret is recognised by the name it stands under or by its own shape; one that was found is hidden
-wherever else it occurs, since a script hands it on.
+Called by runs.py. A secret is recognised by its name or by its own pattern; one that was found is hidden
+wherever else it occurs, since a script passes it on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ HIDDEN = "***"
 _SHORTEST = 6  # characters: a shorter value, or a plain word such as True, may occur by chance
 _ALWAYS = ("secret", "passw", "credential", "apikey", "authorization")
 _LAST = ("key", "token")  # only where a name ends in it: max_tokens and num_key_value_heads are no secrets
-_MARKS = {"pad", "eos", "bos", "unk", "cls", "sep", "mask", "image", "video", "special"}  # eos_token is a word
+_MARKS = {"pad", "eos", "bos", "unk", "cls", "sep", "mask", "image", "video", "special"}  # eos_token is no secret
 _SHAPES = re.compile(
     r"(?P<before>://)[^/\s:@]*:[^/\s@]+(?=@)"  # the user and password of an address
     r"|(?P<query>[?&](?:access_|auth_|api_?)?(?:token|key|sig|signature|password)=)[^&\s'\"]+"
@@ -28,13 +28,13 @@ _SHAPES = re.compile(
 def is_secret(name: str) -> bool:
     """Whether a value under this name is one: WANDB_API_KEY, hf-token, dbPassword."""
     parts = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
-    words = [word.lower() for word in parts]
-    if not words or words[-1] in ("file", "path", "dir"):
+    arguments = [argument.lower() for argument in parts]
+    if not arguments or arguments[-1] in ("file", "path", "dir"):
         return False
-    joined = "".join(words)
-    if any(word in joined for word in _ALWAYS):
+    joined = "".join(arguments)
+    if any(argument in joined for argument in _ALWAYS):
         return True
-    last = words[:-1] if words[-1] == "id" and len(words) > 2 else words  # AWS_ACCESS_KEY_ID
+    last = arguments[:-1] if arguments[-1] == "id" and len(arguments) > 2 else arguments  # AWS_ACCESS_KEY_ID
     return last[-1].endswith(_LAST) and not _MARKS & set(last)
 
 
@@ -46,17 +46,17 @@ class Secrets:
         if isinstance(value, Mapping):
             for inner, item in value.items():
                 self.add(str(inner), item)
-        elif isinstance(value, str) and is_secret(name) and _is_telling(value):
+        elif isinstance(value, str) and is_secret(name) and _is_distinctive(value):
             self.values.add(value)
 
-    def add_words(self, words: Sequence[str]) -> None:
+    def add_arguments(self, arguments: Sequence[str]) -> None:
         """Of a command: --token VALUE, --token=VALUE, login VALUE."""
-        for word, following in zip(words, [*words[1:], ""]):
-            name, equals, value = word.lstrip("-").partition("=")
+        for argument, following in zip(arguments, [*arguments[1:], ""]):
+            name, equals, value = argument.lstrip("-").partition("=")
             if equals:
                 self.add(name, value)
-            elif (word.startswith("-") or word == "login") and not following.startswith("-"):
-                self.add(name if word != "login" else "secret", following)
+            elif (argument.startswith("-") or argument == "login") and not following.startswith("-"):
+                self.add(name if argument != "login" else "secret", following)
 
     def hide(self, text: str) -> str:
         for value in sorted(self.values, key=len, reverse=True):
@@ -72,6 +72,6 @@ class Secrets:
         return isinstance(value, Iterable) and any(self.in_value(item) for item in value)
 
 
-def _is_telling(value: str) -> bool:
+def _is_distinctive(value: str) -> bool:
     plain = value.lower() in ("true", "false") or re.fullmatch(r"[\d.,]+|\$\w*|\$[{(].*[})]|`.*`", value)
     return len(value) >= _SHORTEST and not plain

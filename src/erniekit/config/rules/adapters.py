@@ -10,7 +10,7 @@ from erniekit.errors import ConfigError
 
 
 def dora_is_of_plain_weights(run: View) -> tuple[Note, ...]:
-    """The length of a row is asked for in every step: of plain weights, with all of a row on one rank."""
+    """The norm of a row is computed in every step: of plain weights, with all of a row on one rank."""
     if not (run["use_dora"] and run["lora"] and run["do_train"]):
         return ()
     refused = {
@@ -21,8 +21,8 @@ def dora_is_of_plain_weights(run: View) -> tuple[Note, ...]:
         "lora_init": (run["lora_init"] == "pissa", "default"),
         "save_format": (run["save_format"] == "paddle", "hf"),
     }
-    for name, (asked, instead) in refused.items():
-        if asked:
+    for name, (is_set, instead) in refused.items():
+        if is_set:
             raise ConfigError(
                 f"use_dora does not work with {name}: {run[name]}",
                 where=f"{run.origin('use_dora')} and {run.origin(name)}",

@@ -43,19 +43,19 @@ def _files_agree(run: View, side: str) -> Iterator[Note]:
         raise ConfigError(f"every {prob} is 0", where=run.origin(prob), fix="give at least one file a share")
 
 
-def buckets_are_a_word_or_lengths(run: View) -> Iterator[Note]:
+def buckets_are_a_mode_or_lengths(run: View) -> Iterator[Note]:
     same = {"true": "on", "false": "off"}  # YAML's own names of on and off
-    words = tuple(same.get(word.lower(), word.lower()) for word in run["length_buckets"])
-    words = words or ("off",)
-    numbers = [int(word) for word in words if word.isdecimal()]
-    rising = len(numbers) == len(words) and numbers == sorted(set(numbers)) and numbers[0] > 0
-    if not rising and words not in (("auto",), ("on",), ("off",)):
+    values = tuple(same.get(value.lower(), value.lower()) for value in run["length_buckets"])
+    values = values or ("off",)
+    numbers = [int(value) for value in values if value.isdecimal()]
+    rising = len(numbers) == len(values) and numbers == sorted(set(numbers)) and numbers[0] > 0
+    if not rising and values not in (("auto",), ("on",), ("off",)):
         raise ConfigError(
-            f"length_buckets is {', '.join(words)}; expected auto, on, off, or rising numbers of tokens",
+            f"length_buckets is {', '.join(values)}; expected auto, on, off, or rising numbers of tokens",
             where=run.origin("length_buckets"),
             fix="length_buckets: auto, or length_buckets: 4096,6144,8192",
         )
-    yield from run.set("length_buckets", words, "the same, in its own words", quiet=True)
+    yield from run.set("length_buckets", values, "the same value, normalised", quiet=True)
 
 
 def prompt_fits_sequence(run: View) -> Iterator[Note]:
@@ -83,7 +83,7 @@ def batch_size_sets_per_device(run: View) -> Iterator[Note]:
 
 
 def _data_ranks(run: View) -> int:
-    """Devices that read different packs, as far as the recipe says. config.world knows them all."""
+    """Devices that read different packs, as far as the recipe sets them. config.world has them all."""
     return max(1, run["data_parallel_degree"]) * max(1, run["sharding_parallel_degree"])
 
 

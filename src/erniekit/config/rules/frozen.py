@@ -1,7 +1,7 @@
 """Rules on the frozen weights under adapters: which kind they are kept in, and how they are multiplied by.
 
 `frozen_base` is the one key that the run reads. `compute_type: wint8 | wint4/8 | nf4` and `weight_quantize_algo` are
-ERNIEKit's words for it and set it.
+ERNIEKit's names for it and set it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from erniekit.config.view import View
 from erniekit.errors import ConfigError
 from erniekit.weight_kinds import BF16, IN_FP8, PLAIN, kinds_of
 
-# compute_type -> the base, and what it means in words.
+# compute_type -> the base, and a description.
 PACKED = {
     "wint8": ("int8", "int8: routed and shared experts, attention and dense feed-forward; the rest bf16"),
     "wint4/8": (
@@ -29,22 +29,22 @@ def compute_type_decides_the_base(run: View) -> Iterator[Note]:
     kind = run["compute_type"]
     if kind not in PACKED or not run["do_train"]:
         return
-    base, words = PACKED[kind]
-    asked = "compute_type" if run.given("compute_type") else "weight_quantize_algo"
+    base, meaning = PACKED[kind]
+    key = "compute_type" if run.given("compute_type") else "weight_quantize_algo"
     if not run["lora"]:
         raise ConfigError(
             f"compute_type: {kind} packs weights that adapters leave frozen; fine_tuning: Full trains them all",
-            where=run.origin(asked),
+            where=run.origin(key),
             fix="fine_tuning: LoRA, or compute_type: bf16",
         )
     if run.given("frozen_base") and run["frozen_base"] != base:
         given = run["frozen_base"]
         raise ConfigError(
             f"compute_type: {kind} and frozen_base: {given} both set how frozen weights are stored, and differ",
-            where=f"{run.origin(asked)} and {run.origin('frozen_base')}",
+            where=f"{run.origin(key)} and {run.origin('frozen_base')}",
             fix=f"compute_type: bf16 with frozen_base: {given}, or leave frozen_base out",
         )
-    yield from run.set("frozen_base", base, f"compute_type is {kind}; {words}; computed in bf16")
+    yield from run.set("frozen_base", base, f"compute_type is {kind}; {meaning}; computed in bf16")
 
 
 def a_base_is_written_with_its_products(run: View) -> tuple[Note, ...]:

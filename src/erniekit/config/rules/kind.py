@@ -44,7 +44,7 @@ def patterns_choose_weights(run: View) -> Iterator[Note]:
 
 
 def neftune_is_a_number(run: View) -> Iterator[Note]:
-    """PaddleFormers has a switch beside the number. Noise is for the rows of SFT: a reference must not see it, and
+    """PaddleFormers has a switch besides the number. Noise is for the rows of SFT: a reference must not get it, and
     pictures are no embeddings of tokens."""
     if run["neftune"] is False:
         yield from run.set("neftune_noise_alpha", 0.0, "neftune is False")
@@ -52,11 +52,11 @@ def neftune_is_a_number(run: View) -> Iterator[Note]:
     if not run["neftune"] and not run["neftune_noise_alpha"]:
         return
     if run["stage"] != "SFT":
-        asked = "neftune_noise_alpha" if run["neftune_noise_alpha"] else "neftune"
+        key = "neftune_noise_alpha" if run["neftune_noise_alpha"] else "neftune"
         raise ConfigError(
             f"noise on embeddings is for stage: SFT, and stage is {run['stage']}",
-            where=run.origin(asked),
-            fix=f"leave {asked} out",
+            where=run.origin(key),
+            fix=f"leave {key} out",
         )
     if not run["neftune_noise_alpha"]:
         yield from run.set("neftune_noise_alpha", NEFTUNE_ALPHA, "neftune is True")
@@ -73,7 +73,7 @@ def erniekit_documents_see_each_other(run: View) -> Iterator[Note]:
         yield from run.set("use_global_causal_attn", True, "compat is erniekit: no masks between documents")
 
 
-def lora_word_means_fine_tuning(run: View) -> Iterator[Note]:
+def lora_value_means_fine_tuning(run: View) -> Iterator[Note]:
     if run.wins("lora", "fine_tuning"):
         kind = "LoRA" if run["lora"] else "Full"
         yield from run.set("fine_tuning", kind, f"lora is {run['lora']}: {run.origin('lora')}")
@@ -112,7 +112,7 @@ def compute_type_decides_formats(run: View) -> Iterator[Note]:
 
 
 def fp8_brings_its_optimiser(run: View) -> Iterator[Note]:
-    """What ERNIEKit's fp8 sets silently; here it is said, and what the user gave counts."""
+    """What ERNIEKit's fp8 sets silently; here it is reported, and the user's values win."""
     if run["compute_type"] != "fp8":
         return
     implied = {
@@ -131,7 +131,7 @@ def fp8_brings_its_optimiser(run: View) -> Iterator[Note]:
         yield from run.set("optim", "adamw", "adamw keeps fp32 weights and bf16 moments in host memory itself")
 
 
-def fp8_is_asked_for_once(run: View) -> Iterator[Note]:
+def fp8_is_set_once(run: View) -> Iterator[Note]:
     """One way of rounding products a run."""
     static, blocks = run["compute_type"] == "fp8", run["use_fp8"]
     if static and blocks:

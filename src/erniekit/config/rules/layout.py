@@ -23,7 +23,7 @@ def degree_below_one_is_one(run: View) -> Iterator[Note]:
 
 
 def one_sharding_stage(run: View) -> tuple[Note, ...]:
-    stages = [word for word in run["sharding"] if word != "offload"]
+    stages = [value for value in run["sharding"] if value != "offload"]
     if len(set(stages)) > 1:
         raise ConfigError(
             f"sharding names {' and '.join(stages)}",
@@ -34,17 +34,17 @@ def one_sharding_stage(run: View) -> tuple[Note, ...]:
 
 
 def sharding_has_a_degree(run: View) -> Iterator[Note]:
-    """As in ERNIEKit: a stage alone takes the whole rest of the devices; a degree alone is stage1."""
-    degree, words = run["sharding_parallel_degree"], run["sharding"]
-    if words and degree == 1 and run.given("sharding_parallel_degree"):
+    """As in ERNIEKit: only a stage takes all remaining devices; only a degree is stage1."""
+    degree, values = run["sharding_parallel_degree"], run["sharding"]
+    if values and degree == 1 and run.given("sharding_parallel_degree"):
         yield from run.remark("sharding", "without effect: sharding_parallel_degree is 1")
         return
-    if words and degree <= 1:
+    if values and degree <= 1:
         reason = "sharding is given: all devices that the other degrees leave"
         yield from run.set("sharding_parallel_degree", _REST, reason)
-    if not words and degree > 1:
+    if not values and degree > 1:
         yield from run.set("sharding", ("stage1",), f"sharding_parallel_degree is {degree}")
-    elif words == ("offload",):
+    elif values == ("offload",):
         yield from run.set("sharding", ("stage1", "offload"), "offload is of a stage")
 
 
@@ -119,17 +119,17 @@ def schedule_fits_the_stages(run: View) -> Iterator[Note]:
 
 
 def cuts_are_even_or_rising_bounds(run: View) -> tuple[Note, ...]:
-    words = [word.strip(" []") for word in run["pp_seg_method"]]
-    if not words or (len(words) == 1 and (words[0] == "uniform" or words[0].startswith("layer:"))):
+    values = [value.strip(" []") for value in run["pp_seg_method"]]
+    if not values or (len(values) == 1 and (values[0] == "uniform" or values[0].startswith("layer:"))):
         return ()
-    if len(words) > 1 and all(word.isdecimal() for word in words):
-        bounds = [int(word) for word in words]
+    if len(values) > 1 and all(value.isdecimal() for value in values):
+        bounds = [int(value) for value in values]
         if bounds[0] == 0 and all(a < b for a, b in pairwise(bounds)):
             return ()
-        what = f"pp_seg_method is {','.join(words)}; expected bounds that rise from 0"
+        what = f"pp_seg_method is {','.join(values)}; expected bounds that rise from 0"
     else:
-        what = f"pp_seg_method is {','.join(words)}; expected uniform, layer:Name or bounds"
-    near = nearest(words[0], ["uniform", "layer:"])
+        what = f"pp_seg_method is {','.join(values)}; expected uniform, layer:Name or bounds"
+    near = nearest(values[0], ["uniform", "layer:"])
     fix = f"did you mean {near[0]}?" if near else "e.g. [0,29,57]: two stages of a model of 54 layers"
     raise ConfigError(what, where=run.origin("pp_seg_method"), fix=fix)
 
@@ -143,7 +143,7 @@ def interleaved_micro_batches_divide(run: View) -> tuple[Note, ...]:
 
 
 def experts_have_a_group(run: View) -> Iterator[Note]:
-    """A degree, or ERNIEKit's flag, alone means experts over data ranks."""
+    """A degree or ERNIEKit's flag by itself means experts over data ranks."""
     group, degree = run["moe_group"], run["expert_parallel_degree"]
     if group not in ("dummy", "none"):
         return

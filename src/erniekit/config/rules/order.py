@@ -13,12 +13,12 @@ _OWN_ORDER = ("PT", "VL-SFT", "OCR-VL-SFT")  # stages whose data has another rea
 
 
 def mixtures_change_at_steps(run: View) -> Iterator[Note]:
-    words = run["mix_schedule"]
-    if not words or not run["do_train"]:
+    entries = run["mix_schedule"]
+    if not entries or not run["do_train"]:
         return
     where = run.origin("mix_schedule")
     _refuse_elsewhere(run, "mix_schedule")
-    stages, files = stages_of(words, f"mix_schedule: {where}"), len(run["train_dataset_path"])
+    stages, files = stages_of(entries, f"mix_schedule: {where}"), len(run["train_dataset_path"])
     odd = next((stage for stage in stages if len(stage[1]) != files), None)
     if odd is not None:
         raise ConfigError(

@@ -114,7 +114,7 @@ def metric_says_which_is_better(run: View) -> Iterator[Note]:
     if name not in known:
         near = nearest(name, list(known))
         raise ConfigError(
-            f"metric_for_best_model is {metric}; an evaluation of {run['stage']} tells {', '.join(known)}",
+            f"metric_for_best_model is {metric}; an evaluation of {run['stage']} reports {', '.join(known)}",
             where=run.origin("metric_for_best_model"),
             fix=f"did you mean {near[0]}?" if near else "use one of those",
         )
@@ -134,8 +134,8 @@ def all_options_are_two(run: View) -> Iterator[Note]:
     """As ERNIEKit reads it: async_save is not among them."""
     name = "unified_checkpoint_config"
     if "enable_all_options" in run[name]:
-        words = [*run[name], "skip_save_model_weight", "master_weight_compatible"]
-        kept = tuple(word for word in dict.fromkeys(words) if word != "enable_all_options")
+        options = [*run[name], "skip_save_model_weight", "master_weight_compatible"]
+        kept = tuple(option for option in dict.fromkeys(options) if option != "enable_all_options")
         yield from run.set(name, kept, "what enable_all_options sets")
 
 

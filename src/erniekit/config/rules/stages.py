@@ -88,12 +88,12 @@ def a_teacher_is_of_sft(run: View) -> Iterator[Note]:
         raise ConfigError(
             f"a teacher is of stage SFT; stage is {run['stage']}", where=where, fix="stage: SFT, or leave the key out"
         )
-    _spread_over_data_alone(run, "distillation", where)
+    _spread_over_data_only(run, "distillation", where)
     yield from ()
 
 
 def score_heads_train_every_weight(run: View) -> Iterator[Note]:
-    """Stages RM and CLS train every weight unless adapters are asked for."""
+    """Stages RM and CLS train every weight unless adapters are requested."""
     if run["stage"] in SCORE_KEYS and not run.given("fine_tuning") and not run.given("lora"):
         reason = f"stage {run['stage']} trains all weights"
         yield from run.set("fine_tuning", "Full", reason, quiet=True)
@@ -116,7 +116,7 @@ def score_heads_are_spread_over_data(run: View) -> Iterator[Note]:
             where=f"{run.origin('save_format')} and {where}",
             fix="save_format: hf, or fine_tuning: Full",
         )
-    _spread_over_data_alone(run, f"stage {stage}", where)
+    _spread_over_data_only(run, f"stage {stage}", where)
     yield from ()
 
 
@@ -124,7 +124,7 @@ _GENERATES = ("SFT", "DPO", "KTO")
 
 
 def answers_are_generated_from_plain_weights(run: View) -> Iterator[Note]:
-    """eval_generate runs the engine beside the training, over the same weights."""
+    """eval_generate runs the engine during training, over the same weights."""
     if not run["eval_generate"] or not run["do_train"]:
         return
     where, off = run.origin("eval_generate"), "eval_generate: 0"
@@ -134,7 +134,7 @@ def answers_are_generated_from_plain_weights(run: View) -> Iterator[Note]:
     if run["stage"] not in _GENERATES:
         what = f"stage {run['stage']} generates no answers in its evaluations"
         raise ConfigError(what, where=where, fix=f"{off}; stages that do: {', '.join(_GENERATES)}")
-    _spread_over_data_alone(run, "generation during training", where)
+    _spread_over_data_only(run, "generation during training", where)
     if run["compute_type"] == "fp8" or (run["lora"] and run["frozen_base"] != "bf16"):
         key = "compute_type" if run["compute_type"] == "fp8" else "frozen_base"
         raise ConfigError(
@@ -147,7 +147,7 @@ def answers_are_generated_from_plain_weights(run: View) -> Iterator[Note]:
 _SPLITS = ("tensor_parallel_degree", "pipeline_parallel_degree", "context_parallel_degree")
 
 
-def _spread_over_data_alone(run: View, what: str, where: str) -> None:
+def _spread_over_data_only(run: View, what: str, where: str) -> None:
     """Refuses what has not been proven for it: weights or sequences cut over ranks."""
     for name in _SPLITS:
         if run["do_train"] and run[name] > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from erniekit.config.field import key
-from erniekit.config.ignored_keys import IGNORED_WORDS
+from erniekit.config.ignored_keys import IGNORED_OPTIONS
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class CheckpointSection:
         "async_save writes while training continues. remove_master_weight leaves out the fp32 weights; "
         "master_weight_compatible restores missing ones from the 16-bit weights: neither resumes bit for bit.",
         choices=("async_save", "remove_master_weight", "master_weight_compatible", "enable_all_options"),
-        idle=IGNORED_WORDS["unified_checkpoint_config"],
+        idle=IGNORED_OPTIONS["unified_checkpoint_config"],
     )
     ckpt_quant_stage: str = key(
         "O0",

@@ -158,4 +158,4 @@ class DataSection:
     @property
     def written_lengths(self) -> tuple[int, ...]:
         """Lengths that the recipe names; none where they follow from the data."""
-        return tuple(int(word) for word in self.length_buckets if word.isdecimal())
+        return tuple(int(item) for item in self.length_buckets if item.isdecimal())

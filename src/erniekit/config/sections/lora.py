@@ -57,7 +57,7 @@ class LoraSection:
     )
     lora_path: tuple[str, ...] = key(
         (),
-        "Adapters to start from, to open or to merge (ours, PEFT's or Paddle's); export takes several: A,B.",
+        "Adapters to start from, to open or to merge (erniekit's, PEFT's or Paddle's); export takes several: A,B.",
         commas=True,
         path="several",
     )

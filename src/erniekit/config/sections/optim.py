@@ -1,4 +1,4 @@
-"""Optimiser and learning-rate schedule. Read by the recipes, which hand numbers to optim/."""
+"""Optimiser and learning-rate schedule. Read by the recipes, which pass numbers to optim/."""
 
 from __future__ import annotations
 

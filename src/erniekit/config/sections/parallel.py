@@ -1,6 +1,6 @@
 """How one run is spread over devices: the degrees, what is cut, and in which order a pipeline works.
 
-Read by config/world.py (the layout) and the recipes. Layouts change where numbers live, never what they are.
+Read by config/world.py (the layout) and the recipes. Layouts change where numbers are stored, never their values.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from erniekit.config.field import key
-from erniekit.config.ignored_keys import IGNORED_WORDS
+from erniekit.config.ignored_keys import IGNORED_OPTIONS
 
-_WORDS = "ERNIEKit's options of {}, accepted; `erniekit config` shows what each of them does here."
+_HELP = "ERNIEKit's options of {}, accepted; `erniekit config` shows what each of them does here."
 
 
 @dataclass(frozen=True)
@@ -89,15 +89,15 @@ class ParallelSection:
     )
     pipeline_parallel_config: tuple[str, ...] = key(
         (),
-        _WORDS.format("pipeline"),
+        _HELP.format("pipeline"),
         choices=("use_dualpipev", "forward_backward_overlap_scheduler"),
-        idle=IGNORED_WORDS["pipeline_parallel_config"],
+        idle=IGNORED_OPTIONS["pipeline_parallel_config"],
     )
     tensor_parallel_config: tuple[str, ...] = key(
-        (), _WORDS.format("tensor parallelism"), idle=IGNORED_WORDS["tensor_parallel_config"]
+        (), _HELP.format("tensor parallelism"), idle=IGNORED_OPTIONS["tensor_parallel_config"]
     )
     sharding_parallel_config: tuple[str, ...] = key(
-        (), _WORDS.format("sharding"), idle=IGNORED_WORDS["sharding_parallel_config"]
+        (), _HELP.format("sharding"), idle=IGNORED_OPTIONS["sharding_parallel_config"]
     )
     expert_parallel_degree: int = key(
         1,

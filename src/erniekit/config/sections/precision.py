@@ -1,4 +1,4 @@
-"""Number formats of the computation. Read by the recipes; quantised formats live in quant."""
+"""Number formats of the computation. Read by the recipes; quantised formats are in quant."""
 
 from __future__ import annotations
 

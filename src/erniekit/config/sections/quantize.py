@@ -16,7 +16,7 @@ class QuantizeSection:
         "Number format of the result. " + "; ".join(f"{name}: {r.about}" for name, r in QUANT_RECIPES.items()) + ".",
         choices=tuple(QUANT_RECIPES),
         elsewhere={
-            word: f"erniekit export format=gguf gguf_type={word}" for word in GGUF_TYPES if word not in QUANT_RECIPES
+            kind: f"erniekit export format=gguf gguf_type={kind}" for kind in GGUF_TYPES if kind not in QUANT_RECIPES
         },
         basic=True,
     )

@@ -12,7 +12,7 @@ class TuningSection:
     train_only: tuple[str, ...] = key(
         (),
         "Train only the weights whose names match one of these comma-separated glob patterns: model.layers.1, "
-        "*.mlp.*, mtp. Names are those of the Hugging Face layout, or ours.",
+        "*.mlp.*, mtp. Names are those of the Hugging Face layout, or erniekit's.",
         commas=True,
         fixed=True,
     )

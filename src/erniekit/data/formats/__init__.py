@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from erniekit.data.formats.columns import Columns, mapped_alone
+from erniekit.data.formats.columns import Columns, only_mapped
 from erniekit.data.formats.detection import Detected, guessed
 from erniekit.data.formats.fields import BadRow, is_preference, refuse_media, require
 from erniekit.data.formats.files import MAX_ROW_BYTES, TOO_MANY_DIGITS, Raw, decode, rows
@@ -207,7 +207,7 @@ def detect(path: str | Path, vision: bool = False, columns: Columns = ()) -> Det
         except (ValueError, RecursionError):
             foreign += isinstance(raw, bytes) and b"\0" in raw  # UTF-16 without a mark at its beginning
             continue
-        guess = guessed(mapped_alone(row, columns), vision) or guessed(row, vision)
+        guess = guessed(only_mapped(row, columns), vision) or guessed(row, vision)
         if guess:
             seen[guess.format, guess.preference] += 1
             before = found.get((guess.format, guess.preference))

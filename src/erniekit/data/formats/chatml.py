@@ -12,5 +12,5 @@ from erniekit.data.types import Conversation
 
 
 def conversations(row: Any, compat: bool) -> list[Conversation]:
-    said, unused = read_messages(row, compat)
-    return one_per_answer(said, read_tools(row), unused)
+    messages, unused = read_messages(row, compat)
+    return one_per_answer(messages, read_tools(row), unused)

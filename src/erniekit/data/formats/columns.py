@@ -54,6 +54,6 @@ def renamed(row: dict[str, Any], columns: Columns) -> dict[str, Any]:
     return type(row)({**rest, **fields})
 
 
-def mapped_alone(row: Any, columns: Columns) -> Any:
+def only_mapped(row: Any, columns: Columns) -> Any:
     """The fields that `columns` names, of a row in which they have their names."""
     return {field: row[field] for field, _ in columns if field in row} if columns and isinstance(row, dict) else None

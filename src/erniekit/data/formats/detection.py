@@ -1,4 +1,4 @@
-"""Which format a row has, by the names of its fields. formats/ asks for the first rows of a file."""
+"""Which format a row has, by the names of its fields. formats/ calls it with the first rows of a file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from erniekit.data.formats.fields import is_preference
-from erniekit.data.formats.prompt_completion import PROMPTS, asked_and_answered
+from erniekit.data.formats.prompt_completion import PROMPTS, prompt_and_completion
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ def _guess(row: Any) -> Detected | None:
     if "src" in row:
         return Detected("erniekit", "rows have `src` and `tgt`")
     if "messages" in row:
-        said = row["messages"] if isinstance(row["messages"], list) else []
-        calls = any(isinstance(m, dict) and (m.get("tool_calls") or m.get("role") == "tool") for m in said)
+        messages = row["messages"] if isinstance(row["messages"], list) else []
+        calls = any(isinstance(m, dict) and (m.get("tool_calls") or m.get("role") == "tool") for m in messages)
         if row.get("tools") or calls:
             return Detected("chatml", "rows have `messages` with tools")
         return Detected("messages", "rows have `messages`")
     if "conversations" in row:
         return Detected("sharegpt", "rows have `conversations`")
-    names = asked_and_answered(row)
+    names = prompt_and_completion(row)
     if names is not None and names != ("instruction", "output"):
         return Detected("prompt_completion", f"rows have `{names[0]}` and `{names[1]}`")
     if "instruction" in row or ("output" in row and "input" in row):
@@ -55,11 +55,11 @@ def _guess_seen(row: Any) -> Detected | None:
         return Detected("erniekit", "rows have `text_info`, with pictures or videos", vision=True)
     pairs = isinstance(row, dict) and is_preference(row)
     fields = ("messages", "prompt", "chosen", "rejected") if pairs else ("messages",)
-    said = [row.get(field) for field in fields] if isinstance(row, dict) else [row]
-    contents = [m.get("content") for one in said if isinstance(one, list) for m in one if isinstance(m, dict)]
+    messages = [row.get(field) for field in fields] if isinstance(row, dict) else [row]
+    contents = [m.get("content") for one in messages if isinstance(one, list) for m in one if isinstance(m, dict)]
     kinds = {part.get("type") for c in contents if isinstance(c, list) for part in c if isinstance(part, dict)}
-    beside = isinstance(row, dict) and any(row.get(name) for name in ("images", "image", "videos", "video"))
-    if (contents or pairs) and (beside or kinds & {"image", "image_url", "video", "video_url"}):
+    media_columns = isinstance(row, dict) and any(row.get(name) for name in ("images", "image", "videos", "video"))
+    if (contents or pairs) and (media_columns or kinds & {"image", "image_url", "video", "video_url"}):
         if pairs:
             why = "rows have pictures or videos and two answers: preference data, for `stage: DPO`"
             return Detected(guess_pair(row).format, why, preference=True, vision=True)
@@ -78,7 +78,7 @@ def guess_pair(row: dict[str, Any]) -> Detected:
         format, fields = "prompt_completion", "`chosen` and `rejected`, which begin with the same prompt"
     else:
         chosen = row.get("chosen")
-        said = chosen[0] if isinstance(chosen, list) and chosen else chosen
-        listed = isinstance(said, dict) or any(isinstance(row.get(field), list) for field in ("messages", "prompt"))
+        messages = chosen[0] if isinstance(chosen, list) and chosen else chosen
+        listed = isinstance(messages, dict) or any(isinstance(row.get(field), list) for field in ("messages", "prompt"))
         format, fields = "messages" if listed else "alpaca", "`chosen` and `rejected`"
     return Detected(format, f"rows have {fields}: preference data, for `stage: DPO`", preference=True)

@@ -26,7 +26,7 @@ class TextEncoding:
     why: str = ""  # empty: plain UTF-8
     mark: int = 0  # bytes at the beginning that are no text
 
-    def said(self) -> str:
+    def describe(self) -> str:
         """Empty for plain UTF-8."""
         return f"{self.name} ({self.why})" if self.why else ""
 

@@ -29,17 +29,17 @@ def conversations(row: Any, compat: bool) -> list[Conversation]:
         raise BadRow("length_mismatch", f"`src` has {len(questions)} entries, `tgt` has {len(answers)}")
     trained = flags(row.get("label"), "label", len(questions), "turns")
     reader = MessageReader(compat)
-    spoken = [ChatMessage("assistant", words, train) for words, train in zip(answers, trained)]
-    spoken = attached(spoken, given, "tgt", reader)
+    contents = [ChatMessage("assistant", words, train) for words, train in zip(answers, trained)]
+    contents = attached(contents, given, "tgt", reader)
     known = ("src", "tgt", "label", "system", "is_system", *(() if compat else (*BESIDE, "tools")))
     system, unused = row.get("system"), unread(row, known)
     if _first_is_system(row, compat):
         unused += _replaced(row)
-        system, questions, spoken = questions[0], questions[1:], spoken[1:]
+        system, questions, contents = questions[0], questions[1:], contents[1:]
         if not questions:
             raise BadRow("no_answer", "`is_system` is 1 and `src` holds nothing but the system text")
     tools = () if compat else messages_format.read_tools(row)
-    return messages_format.examples(turns(system, questions, spoken, compat), tools, (*unused, *reader.unused))
+    return messages_format.examples(turns(system, questions, contents, compat), tools, (*unused, *reader.unused))
 
 
 def _first_is_system(row: dict[str, Any], compat: bool) -> bool:

@@ -26,7 +26,7 @@ class BadRow(ValueError):
 
 
 def named(value: Any) -> str:
-    """What a JSON value is, in words."""
+    """The type of a JSON value, for messages."""
     return _JSON_NAMES.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
 
 

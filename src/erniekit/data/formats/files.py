@@ -118,7 +118,7 @@ def file_encoding(path: str | Path) -> TextEncoding:
         try:
             stream = Unpacked(file, stored.size()) if magic[:2] == b"\x1f\x8b" else file
             return as_utf8(stream, str(path))[1]
-        except (OSError, EOFError, zlib.error):  # reading the rows says so
+        except (OSError, EOFError, zlib.error):  # reading the rows reports it
             return TextEncoding()
 
 
@@ -135,7 +135,7 @@ class Unpacked(gzip.GzipFile):
     def __init__(self, file: IO[bytes], size: int) -> None:
         super().__init__(fileobj=file, mode="rb")
         self._limit = max(EXPANDS_FROM, MAX_EXPANSION * size)
-        self._since = 0  # bytes since the position was last compared with the limit: asking for it at each line is slow
+        self._since = 0  # bytes since the position was last compared with the limit: reading it at each line is slow
 
     def _counted(self, data: bytes) -> bytes:
         self._since += len(data)
@@ -330,7 +330,7 @@ _SCALAR = "a row must be an object, not a single value"
 
 
 def _skip_element(window: _Window) -> bool:
-    """Step over a value that does not parse, by its brackets alone. False when the file ends first, or when it goes on
+    """Step over a value that does not parse, by its brackets only. False when the file ends first, or when it goes on
     for more than a row may."""
     depth, in_string, marks, size = 0, False, 0, 0
     while marks < MAX_SKIPPED_MARKS and size < MAX_SKIPPED_BYTES:

@@ -50,8 +50,8 @@ def answer(
             "length_mismatch",
             f"`{field}` has {len(said)} texts; they are assistant, user, assistant in turn and end with the assistant",
         )
-    spoken = [ChatMessage("user" if i % 2 else "assistant", words) for i, words in enumerate(said)]
-    return tuple(attached(spoken, given, field, reader))
+    contents = [ChatMessage("user" if i % 2 else "assistant", words) for i, words in enumerate(said)]
+    return tuple(attached(contents, given, field, reader))
 
 
 def prompt(system: Any, questions: list[str], answers: list[str], compat: bool) -> tuple[ChatMessage, ...]:

@@ -27,7 +27,7 @@ _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 _TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant): ?")
 
 
-def asked_and_answered(row: Mapping[str, Any]) -> tuple[str, str] | None:
+def prompt_and_completion(row: Mapping[str, Any]) -> tuple[str, str] | None:
     """The names of the two fields in this row."""
     asked = next((name for name in PROMPTS if row.get(name) is not None), "")
     answered = next((name for name in ANSWERS if row.get(name) is not None), "")
@@ -39,7 +39,7 @@ def asked_and_answered(row: Mapping[str, Any]) -> tuple[str, str] | None:
 def conversations(row: Any, compat: bool) -> list[Conversation]:
     if not isinstance(row, dict):
         raise BadRow("not_an_object", f"a row must be an object with `prompt` and `completion`, not {named(row)}")
-    names = asked_and_answered(row)
+    names = prompt_and_completion(row)
     if names is None:
         require(row, next((name for name in PROMPTS if name in row), "prompt"))
         require(row, next((name for name in ANSWERS if name in row), "completion"))

@@ -54,8 +54,8 @@ def table_rows(
         except StopIteration:
             return
         except _RowTooLong:
-            told = f"the row has more than {limit / 2**20:.0f} MiB; the rest of the file is not read"
-            yield line, RowProblem(path, line, "row_too_long", told)
+            reason = f"the row has more than {limit / 2**20:.0f} MiB; the rest of the file is not read"
+            yield line, RowProblem(path, line, "row_too_long", reason)
             return
         except csv.Error as error:
             # Where a quote is missing, what follows cannot be divided into rows.
@@ -71,8 +71,8 @@ def table_rows(
         if not names:
             names = _header(cells, path)
         elif len(cells) != len(names):
-            told = f"the row has {len(cells)} cells, the header has {len(names)} columns"
-            yield line, RowProblem(path, line, "columns", told)
+            reason = f"the row has {len(cells)} cells, the header has {len(names)} columns"
+            yield line, RowProblem(path, line, "columns", reason)
         else:
             yield line, TableRow((column, cell or None) for column, cell in zip(names, cells))
 
@@ -82,7 +82,7 @@ class _RowTooLong(Exception):
 
 
 class _BoundedLines:
-    """Lines of text, of which one row takes `left` characters at most: the reader of rows bounds its cells alone."""
+    """Lines of text, of which one row takes `left` characters at most: the reader of rows bounds only its cells."""
 
     def __init__(self, text: io.TextIOWrapper, left: int) -> None:
         self._text, self.left = text, left

@@ -1,4 +1,4 @@
-"""What the worker processes are asked: a header, a check that everything decodes, or the patches of a medium."""
+"""The work of the worker processes: a header, a check that everything decodes, or the patches of a medium."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said where a package of the extra `vision` is missing."""
+"""The error where a package of the extra `vision` is missing."""
 
 from __future__ import annotations
 

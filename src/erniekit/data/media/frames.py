@@ -1,4 +1,4 @@
-"""Which frames of a video are seen, and what their time stamps say. ERNIEKit's rules."""
+"""Which frames of a video are used, and their time stamps. ERNIEKit's rules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from erniekit.data.media.limits import MediaError
 
 @dataclass(frozen=True)
 class FrameRules:
-    """`fps` frames a second as long as that gives `least` to `most`; outside, or with `target`, so many equal parts
+    """`fps` frames a second as long as that gives `least` to `most`; outside, or with `target`, that many equal parts
     of the video. A value of -1 is none."""
 
     fps: float = 2.0
@@ -35,7 +35,7 @@ class FrameRules:
 
 
 def frame_indices(frames: int, rate: float, rules: FrameRules, seed: int = 0) -> list[int]:
-    """Of a video of so many frames at `rate` a second; `rules` as `for_video` returns them."""
+    """Of a video of this number of frames at `rate` a second; `rules` as `for_video` returns them."""
     if rules.target > 0:
         bounds = np.linspace(0, frames, min(rules.target, frames) + 1).astype(int).tolist()
         parts = list(zip(bounds, (end - 1 for end in bounds[1:])))
@@ -44,7 +44,7 @@ def frame_indices(frames: int, rate: float, rules: FrameRules, seed: int = 0) ->
             return [draw.randint(first, last) for first, last in parts]
         return [first if rules.sample == "leading" else (first + last) // 2 for first, last in parts]
     if rules.fps <= 0 or rate <= 0:
-        raise MediaError("frames", "neither video_fps nor video_target_frames says how many frames to take")
+        raise MediaError("frames", "neither video_fps nor video_target_frames sets how many frames to take")
     step, duration = 1 / rules.fps, frames / rate
     if rules.sample == "leading":
         seconds = np.arange(0, duration, step)

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from erniekit.printable import words_of
+from erniekit.printable import error_text
 
 
 def because(what: str, error: BaseException) -> str:
-    """`what`, and in brackets what the library that met it says, where that is for people."""
-    words = words_of(error)
-    return f"{what} ({words})" if words else what
+    """`what`, and in brackets the library's own message, where that is readable."""
+    text = error_text(error)
+    return f"{what} ({text})" if text else what
 
 
 class MediaError(Exception):
@@ -27,7 +27,7 @@ class MediaError(Exception):
 
 @dataclass(frozen=True)
 class MediaLimits:
-    """None of them changes a picture: what exceeds one is refused, from its header where that says enough."""
+    """None of them changes a picture: what exceeds one is refused, from its header where that is enough."""
 
     pixels: int = 100_000_000  # of a picture or a frame as stored
     bytes: int = 512 << 20  # of a file, or of an archive's member unpacked
@@ -37,4 +37,4 @@ class MediaLimits:
     total: float = 600.0  # seconds for one picture or video, whatever it reports
 
 
-SIDES = 200  # ERNIEKit and transformers draw the same line: no side is more than so many times the other
+SIDES = 200  # ERNIEKit and transformers have the same limit: no side is more than this many times the other

@@ -14,7 +14,7 @@ from erniekit.data.media.limits import MediaError, MediaLimits, because
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
 
-# A file says by its first bytes which it is, whatever its name. Others (vector graphics, astronomy, fonts) are refused.
+# A file's first bytes show which it is, whatever its name. Others (vector graphics, astronomy, fonts) are refused.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 # Several pictures in a file of one of these play; in others, such as photographs with a depth map, the first is meant.
 _PLAYS = ("GIF", "PNG", "WEBP", "AVIF")
@@ -54,7 +54,7 @@ def open_header(content: bytes, name: str, limits: MediaLimits) -> Picture:
             f"{name}: {picture.width:,} x {picture.height:,} pixels, more than media_max_pixels={limits.pixels:,}",
         )
     if picture.mode == "F" or (picture.mode == "I" and picture.format == "TIFF"):
-        # Which numbers are black and white is nowhere said: cut to 0..255 most would be one or the other.
+        # Which numbers are black and white is recorded nowhere: cut to 0..255 most would be one or the other.
         raise MediaError(
             "bad_picture", f"{name}: its pixels are floating-point or 32-bit numbers; save it with 8 or 16 bits"
         )
@@ -68,7 +68,7 @@ def read_header(content: bytes, name: str, limits: MediaLimits) -> PictureHeader
 
 
 def read_pixels(content: bytes, name: str, limits: MediaLimits, upright: bool) -> Picture:
-    """RGB. upright: turned as its EXIF data say. Transparent parts lie on white; 16 bits of grey lose the lower 8."""
+    """RGB. upright: turned by its EXIF data. Transparent parts become white; 16 bits of grey lose the lower 8."""
     picture = open_header(content, name, limits)
     try:
         picture.load()
@@ -132,7 +132,7 @@ def _has_pages(picture: Picture) -> bool:
 
 
 def _orientation(picture: Picture) -> int:
-    """1 where its EXIF data say nothing that can be read. Pillow would decode a PNG in search of them."""
+    """1 where its EXIF data cannot be read. Pillow would decode a PNG in search of them."""
     from PIL.Image import Exif
 
     try:

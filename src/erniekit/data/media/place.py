@@ -138,7 +138,7 @@ def _read_member(place: MediaPlace, limits: MediaLimits) -> bytes:
                 raise _too_large(place, info.file_size, limits)
             with archive.open(info) as file:
                 content = file.read(limits.bytes + 1)
-            if len(content) > limits.bytes:  # more than its entry says
+            if len(content) > limits.bytes:  # more than its entry declares
                 raise _too_large(place, len(content), limits)
             return content
         start, size = _tar(place.path, state.st_size, state.st_mtime_ns)[place.member]
@@ -160,7 +160,7 @@ def _zip(path: str, size: int, changed: int) -> zipfile.ZipFile:
 
 @lru_cache(maxsize=64)
 def _tar(path: str, size: int, changed: int) -> dict[str, tuple[int, int]]:
-    """Where each plain file of the archive lies in it."""
+    """The offset of each plain file in the archive."""
     with tarfile.open(path, "r:") as archive:
         return {
             name: (member.offset_data, member.size)

@@ -1,5 +1,5 @@
 """The time of a frame, drawn into its upper left corner, as the models were trained: Roboto, a tenth of the short side,
-black with a white edge. The font in fonts/ is the file that ERNIEKit draws with; its licence lies beside it."""
+black with a white edge. The font in fonts/ is the file that ERNIEKit draws with; its licence is next to it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _font(size: int) -> FreeTypeFont:
 
 
 def layout() -> str:
-    """How letters are spaced: by libraqm, as in training, or by Pillow alone where that is missing, a pixel off here
+    """How letters are spaced: by libraqm, as in training, or by Pillow itself where that is missing, a pixel off here
     and there. Part of every fingerprint."""
     from PIL import features
 

@@ -52,7 +52,7 @@ def _opened(content: bytes, name: str) -> Any:
 
 
 def read_header(content: bytes, name: str, limits: MediaLimits, beat: Beat = lambda: None) -> VideoHeader:
-    """Nothing is decoded. Frames are counted where the file does not say their number."""
+    """Nothing is decoded. Frames are counted where the file does not have their number."""
     with _opened(content, name) as (container, stream):
         width, height = stream.codec_context.width, stream.codec_context.height
         if not width or not height:

@@ -1,6 +1,6 @@
-"""Processes that read media and can be killed: a decoder that hangs or dies costs one row, not the run.
+"""Processes that read media and can be killed: a decoder that hangs or crashes costs one row, not the run.
 
-The token cache asks them for headers, the loader's threads for patches (`MediaPool.ask`).
+The token cache gets headers from them, the loader's threads patches (`MediaPool.run`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from erniekit.errors import ErnieKitError
 _SIZE = struct.Struct("<Q")
 _BEAT = 0  # a message of no bytes: still at work
 _BEAT_EVERY = 0.5  # seconds
-_LOOK_EVERY = 0.5  # seconds without a message, then what the process did in them is asked for
+_LOOK_EVERY = 0.5  # seconds without a message, then what the process did in them is checked
 _PATIENCE = 10  # times its own time may pass on the clock: a busy machine must not decide which rows are bad
 _MEMORY = 8 << 30  # bytes of address space that one may take
 _READ = 1 << 20
-_NAMELESS = ("bad_media", "too_much_memory")  # kinds of errors that a worker tells without the name of the medium
+_NAMELESS = ("bad_media", "too_much_memory")  # kinds of errors that a worker reports without the name of the medium
 _START = MediaLimits(timeout=120, total=120)  # of a process, on a busy machine or a slow disk
 
 
@@ -39,7 +39,7 @@ class MediaWork(Protocol):
 
 
 class MediaWorker:
-    """One process, started when first asked and again after it was killed."""
+    """One process, started on first use and again after it was killed."""
 
     BOOT = (
         "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
@@ -53,7 +53,7 @@ class MediaWorker:
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
 
-    def ask(self, work: MediaWork, limits: MediaLimits, name: str) -> Any:
+    def run(self, work: MediaWork, limits: MediaLimits, name: str) -> Any:
         """MediaError, also after `limits.timeout` seconds of its own without a sign of life, or `limits.total`."""
         try:
             process = self._started()
@@ -74,7 +74,7 @@ class MediaWorker:
         return answer
 
     def kill(self) -> None:
-        """From any thread: a caller that waits in `ask` gets an error."""
+        """From any thread: a caller that waits in `run` gets an error."""
         process = self._process
         if process is not None:
             process.kill()
@@ -146,11 +146,11 @@ class MediaPool:
         for worker in reversed(self.workers):
             self._free.put(worker)
 
-    def ask(self, work: MediaWork, name: str, limits: MediaLimits | None = None) -> Any:
+    def run(self, work: MediaWork, name: str, limits: MediaLimits | None = None) -> Any:
         """limits: other ones of time than the pool's."""
         worker = self._free.get()
         try:
-            return worker.ask(work, limits or self.limits, name)
+            return worker.run(work, limits or self.limits, name)
         finally:
             self._free.put(worker)
 
@@ -166,10 +166,10 @@ class MediaPool:
 
 
 def serve() -> None:
-    """The worker's life: work in, its result or error out, until the parent closes the pipe or dies."""
+    """The worker's loop: work in, its result or error out, until the parent closes the pipe or ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     _bound_memory()
-    asked, answers = sys.stdin.buffer, os.dup(1)
+    requests, answers = sys.stdin.buffer, os.dup(1)
     os.dup2(2, 1)  # whatever a library prints must not end up between the answers
     lock = threading.Lock()
     _preload()
@@ -183,7 +183,7 @@ def serve() -> None:
     send(b"")  # ready: from here on the time of a medium counts
     while True:
         try:
-            work = pickle.load(asked)
+            work = pickle.load(requests)
         except EOFError:
             return
         last = time.monotonic()
@@ -209,7 +209,7 @@ def _preload() -> None:
     for name in ("erniekit.data.media.decode", "PIL.Image", "av"):
         try:
             importlib.import_module(name)
-        except ImportError:  # said by name when it is needed
+        except ImportError:  # reported by name when it is needed
             pass
 
 

@@ -21,25 +21,25 @@ from erniekit.printable import HIDDEN
 __all__ = ["DatasetFile", "HubDataset", "StoredFile", "as_place", "is_remote", "listed_files", "located"]
 
 ROWS, TEXT = (".jsonl", ".json", ".csv", ".tsv", ".parquet"), (".txt",)
-# Written beside rows by other programs; they hold none.
-_BESIDE = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+# Written next to rows by other programs; they hold none.
+_METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 _SHOWN = 4  # files of a folder that are not read
 
 
 class DatasetFile(NamedTuple):
     path: str | Path  # text where it is remote: a Path would drop a slash of it
-    entry: int  # which word of the key named it
+    entry: int  # which value of the key named it
 
 
 def is_remote(path: str | Path) -> bool:
     return isinstance(path, str) and ("://" in path or path.startswith(PREFIXES) or is_hub_id(path))
 
 
-def as_place(word: str | Path) -> str | Path:
+def as_place(name: str | Path) -> str | Path:
     """A local path, `file://` too, as a Path; anything else as it was written."""
-    if isinstance(word, str) and word.startswith("file://"):
-        return Path(unquote(urlsplit(word).path))
-    return word if is_remote(word) else Path(word).expanduser()
+    if isinstance(name, str) and name.startswith("file://"):
+        return Path(unquote(urlsplit(name).path))
+    return name if is_remote(name) else Path(name).expanduser()
 
 
 def located(path: str | Path) -> StoredFile | HubDataset:
@@ -102,4 +102,4 @@ def _of_folder(folder: Path, text: bool) -> list[Path]:
 def holds_data(name: str, text: bool) -> bool:
     """By its suffix."""
     last = name.lower().removesuffix(".gz")
-    return last.endswith((*ROWS, *TEXT) if text else ROWS) and last.rpartition("/")[2] not in _BESIDE
+    return last.endswith((*ROWS, *TEXT) if text else ROWS) and last.rpartition("/")[2] not in _METADATA

@@ -65,10 +65,10 @@ class ObjectFile(StoredFile):
 
     def identity(self) -> tuple[str, int]:
         """By address and version where the store names one; else by content, which reads all of it once more."""
-        told = self.stamp()
-        if len(told) < 2:
+        stamp = self.stamp()
+        if len(stamp) < 2:
             return super().identity()
-        return hashlib.blake2b(json.dumps([public(self.url), told]).encode(), digest_size=20).hexdigest(), 0
+        return hashlib.blake2b(json.dumps([public(self.url), stamp]).encode(), digest_size=20).hexdigest(), 0
 
     def listed(self) -> list[str]:
         """The files below it, where it is a folder or a pattern, in the order of their names."""

@@ -1,4 +1,4 @@
-"""What the pictures of a dataset file cost, from headers alone: tokens and patches a row, what max_pixels buys, and
+"""What the pictures of a dataset file cost, from headers only: tokens and patches a row, what max_pixels buys, and
 which rows max_seq_len would cut. `erniekit data` calls it for rows with pictures; no pixel is decoded."""
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from erniekit.data.report import short, unused_line
 from erniekit.data.settings_files import read_settings
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.data.types import RowProblem
-from erniekit.data.vision.layout import Ask, headers_from, seen, tokens_of
+from erniekit.data.vision.layout import HeaderOf, headers_from, seen, tokens_of
 from erniekit.data.vision.pairs import VisionPair, VisionPairAssembler, read_vision_pair
 from erniekit.data.vision.read import read_vision_row
 from erniekit.data.vision.rules import VisionRules
-from erniekit.data.vision.said import GivenMedium, VisionRow
 from erniekit.data.vision.tokens import VisionAssembler
+from erniekit.data.vision.vision_row import GivenMedium, VisionRow
 from erniekit.errors import ConfigError
 from erniekit.progress import WorkProgress
 
 _SHOWN = 20  # rows of each kind
 _STEPS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of max_pixels
-_AHEAD = 64  # rows whose headers are asked for at a time
+_AHEAD = 64  # rows whose headers are read at a time
 
 
 @dataclass
@@ -136,15 +136,15 @@ def _costs(
     read_header = headers_from(pool, rules.limits)
     known: dict[tuple[int, int], MediaHeader] = {}
 
-    def ask(given: GivenMedium, index: int) -> MediaHeader:
+    def header_of(given: GivenMedium, index: int) -> MediaHeader:
         key = id(given), index
         if key not in known:
             known[key] = read_header(given, index)
         return known[key]
 
     try:
-        media = [one.medium for one in seen(row.media, rules, ask)]
-        made, whole = _tokens(row, tokenizer, rules, limit, ask) if tokenizer else (None, 0)
+        media = [one.medium for one in seen(row.media, rules, header_of)]
+        made, whole = _tokens(row, tokenizer, rules, limit, header_of) if tokenizer else (None, 0)
     except (MediaError, BadRow) as error:
         return line, RowProblem(path, line, error.kind, error.reason)
     return line, _Costs(
@@ -153,7 +153,7 @@ def _costs(
         sum(tokens_of(medium, rules) for medium in media),
         sum(int(np.prod(medium.grid)) for medium in media),
         sum(medium.video for medium in media),
-        {share: _tokens_at(row, rules, share, ask) for share in _STEPS},
+        {share: _tokens_at(row, rules, share, header_of) for share in _STEPS},
         whole,
         isinstance(made, Dropped) and made.kind == "overlong",
         bool(made is not None and not isinstance(made, Dropped) and made.dropped_turns),
@@ -161,19 +161,19 @@ def _costs(
 
 
 def _tokens(
-    row: VisionRow, tokenizer: Tokenizer, rules: VisionRules, limit: int, ask: Ask
+    row: VisionRow, tokenizer: Tokenizer, rules: VisionRules, limit: int, header_of: HeaderOf
 ) -> tuple[Assembled | Dropped, int]:
     """What training makes of the row, and the tokens of all of it, whatever would be cut."""
     if not isinstance(row, VisionPair):
         assembler = VisionAssembler(tokenizer, rules)
-        return assembler.sample(row, limit, "drop", ask), assembler.length(row, ask)
+        return assembler.sample(row, limit, "drop", header_of), assembler.length(row, header_of)
     pair = VisionPairAssembler(tokenizer, rules, "all", PairRules(max_prompt_len=sys.maxsize))
-    whole = pair.pair(row, sys.maxsize, ask)
+    whole = pair.pair(row, sys.maxsize, header_of)
     size = len(whole.sample.ids) if isinstance(whole, Assembled) else 0
-    return pair.pair(row, limit, ask), size
+    return pair.pair(row, limit, header_of), size
 
 
-def _tokens_at(row: VisionRow, rules: VisionRules, share: float, ask: Any) -> int:
+def _tokens_at(row: VisionRow, rules: VisionRules, share: float, header_of: Any) -> int:
     """-1: some medium cannot be sized so."""
     most, of_videos = (max(1, int(share * n)) for n in (rules.max_pixels, rules.video_max_pixels))
     other = replace(
@@ -184,7 +184,7 @@ def _tokens_at(row: VisionRow, rules: VisionRules, share: float, ask: Any) -> in
         video_min_pixels=min(rules.video_min_pixels, of_videos // 4),
     )
     try:
-        return sum(tokens_of(one.medium, other) for one in seen(row.media, other, ask))
+        return sum(tokens_of(one.medium, other) for one in seen(row.media, other, header_of))
     except MediaError:
         return -1
 

@@ -19,7 +19,7 @@ from erniekit.data.formats.messages import read_messages
 from erniekit.data.media.limits import MediaError
 from erniekit.data.media.place import MediaPlace, from_base64, located
 from erniekit.data.types import ChatMessage
-from erniekit.data.vision.said import GivenMedium, VisionRow, mark, media_in, refuse_marks
+from erniekit.data.vision.vision_row import GivenMedium, VisionRow, mark, media_in, refuse_marks
 
 _TAGS = re.compile("<(image|video)>")
 _LISTS = {"image": ("images", "image"), "video": ("videos", "video")}

@@ -37,9 +37,9 @@ class VisionCollate:
         rules: VisionRules | None = None,
         rows: Callable[..., Batch] = collate,
     ) -> None:
-        """zero_padding: padding is at position 0, as in ERNIEKit; nobody sees it. change: of packs, before anything.
+        """zero_padding: padding is at position 0, as in ERNIEKit; nothing reads it. change: of packs, before anything.
         decode: off on ranks that do not see, such as later pipeline stages: they have the rest of a batch. rules: that
-        its samples were laid out by. rows: what makes a batch of packs whose pictures are left aside; stage DPO has its
+        its samples were laid out by. rows: what makes a batch of packs without their pictures; stage DPO has its
         own."""
         self.tokens, self.limits, self.zero_padding, self.change = tokens, limits, zero_padding, change
         self.decode, self.rules, self.rows = decode, rules, rows
@@ -60,7 +60,7 @@ class VisionCollate:
         batch = self.rows(packs, **padding)
         shape = batch.input_ids.shape
         places = batch.positions.numpy()[..., None].repeat(3, -1)
-        modality, seen, beside = np.full(shape, TEXT, np.uint8), False, 0
+        modality, seen, picture_labels = np.full(shape, TEXT, np.uint8), False, 0
         for row, pack in enumerate(packs):
             at = 0
             for sample in pack.samples:
@@ -68,7 +68,7 @@ class VisionCollate:
                 if sample.media is not None:
                     places[row, at:end], modality[row, at:end] = sample.media.positions, sample.media.modality
                     seen = seen or bool(sample.media.sources)
-                    beside += int((sample.labels != IGNORE).sum()) if sample.media.sources else 0
+                    picture_labels += int((sample.labels != IGNORE).sum()) if sample.media.sources else 0
                 at = end
             if self.zero_padding:
                 places[row, at:] = 0
@@ -77,7 +77,7 @@ class VisionCollate:
             positions=torch.from_numpy(places),
             modality=torch.from_numpy(modality) if seen else None,
             vision=self._vision(batch, media, patches) if self.decode or not seen else self._nothing(packs),
-            beside_pictures=beside,
+            picture_labels=picture_labels,
         )
 
     def __enter__(self) -> VisionCollate:
@@ -95,7 +95,7 @@ class VisionCollate:
         if self.store is not None and (kept := self.store.read(medium)) is not None:
             return self.store.shape.laid_out(kept, medium.grid)
         try:
-            return self.pool.ask(ReadPatches(medium, self.limits), medium.places[0].name)
+            return self.pool.run(ReadPatches(medium, self.limits), medium.places[0].name)
         except MediaError as error:
             return error
 

@@ -142,7 +142,7 @@ def key_of(medium: Medium) -> str:
     return hashlib.blake2b(json.dumps(described, sort_keys=True).encode(), digest_size=20).hexdigest()
 
 
-def make_room(folder: Path, limit: int, needed: int, keep: str) -> int:
+def free_space(folder: Path, limit: int, needed: int, keep: str) -> int:
     """Bytes that may be added below `folder` without going past the limit. What was used longest ago, of other towers
     than `keep`, goes first, and what killed runs left behind."""
     files: list[tuple[float, int, Path]] = []

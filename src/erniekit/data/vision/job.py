@@ -34,11 +34,11 @@ from erniekit.data.token_cache import TokenSource, preference_rows, tokenised
 from erniekit.data.tokenise import Rows, TokeniseJob
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import TEXT, RowProblem, Sample, SampleMedia
-from erniekit.data.vision.layout import Ask, headers_from
+from erniekit.data.vision.layout import HeaderOf, headers_from
 from erniekit.data.vision.read import read_vision_row
 from erniekit.data.vision.rules import VisionRules
-from erniekit.data.vision.said import VisionRow
 from erniekit.data.vision.tokens import VisionAssembler
+from erniekit.data.vision.vision_row import VisionRow
 from erniekit.errors import ErnieKitError
 from erniekit.printable import fault_of
 
@@ -58,7 +58,7 @@ FileState = tuple[int, int]  # size and time of change; -1, -1: not there
 
 @dataclass
 class MediaColumns:
-    """What the samples of a chunk have beside ids and labels."""
+    """What the samples of a chunk have besides ids and labels."""
 
     modality: np.ndarray
     positions: np.ndarray
@@ -130,14 +130,14 @@ class VisionJob(TokeniseJob):
         if isinstance(made, Assembled) and made.sample.media is not None and self.rules.check == "decode":
             for medium in made.sample.media.sources:
                 work = ReadPatches(medium, self.rules.limits, check=True)
-                decoder().ask(work, medium.places[0].name, self.rules.limits)
+                decoder().run(work, medium.places[0].name, self.rules.limits)
         return made
 
     def _sample(self, row: VisionRow) -> Any:
         return self._assembler.sample(row, self.max_seq_len, self.overlong, self._header)
 
     @property
-    def _header(self) -> Ask:
+    def _header(self) -> HeaderOf:
         return headers_from(decoder(), self.rules.limits)
 
     @cached_property

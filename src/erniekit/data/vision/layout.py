@@ -1,4 +1,4 @@
-"""How a row's media are seen: sizes, frames and time stamps, from headers alone."""
+"""How a row's media are laid out: sizes, frames and time stamps, from headers only."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from erniekit.data.media.sizes import fitted
 from erniekit.data.media.worker import MediaPool
 from erniekit.data.vision.positions import merged
 from erniekit.data.vision.rules import VisionRules
-from erniekit.data.vision.said import GivenMedium
+from erniekit.data.vision.vision_row import GivenMedium
 
-Ask = Callable[[GivenMedium, int], MediaHeader]  # the header of one of a medium's sources
+HeaderOf = Callable[[GivenMedium, int], MediaHeader]  # the header of one of a medium's sources
 
 
-def headers_from(pool: MediaPool, limits: MediaLimits) -> Ask:
+def headers_from(pool: MediaPool, limits: MediaLimits) -> HeaderOf:
     """Headers are read in a process of the pool, within these limits."""
 
-    def ask(given: GivenMedium, index: int) -> MediaHeader:
+    def header_of(given: GivenMedium, index: int) -> MediaHeader:
         place = given.sources[index]
         work = ReadHeader(place, given.video and not given.stamps, limits)
-        header: MediaHeader = pool.ask(work, place.name, limits)
+        header: MediaHeader = pool.run(work, place.name, limits)
         return header
 
-    return ask
+    return header_of
 
 
 @dataclass(frozen=True)
@@ -39,18 +39,18 @@ class SeenMedium:
         return self.medium.video
 
 
-def seen(given: Sequence[GivenMedium], rules: VisionRules, ask: Ask) -> list[SeenMedium]:
+def seen(given: Sequence[GivenMedium], rules: VisionRules, header_of: HeaderOf) -> list[SeenMedium]:
     out = []
     frames = rules.frames
     for one in given:
         if one.video and len(one.sources) == 1 and not one.stamps:
-            made, chosen = _video(one, rules, frames, ask)
+            made, chosen = _video(one, rules, frames, header_of)
             if rules.compat:  # a clamp of the first video decides the next
                 frames = chosen
         elif one.video:
-            made = _frames(one, rules, ask)
+            made = _frames(one, rules, header_of)
         else:
-            made = _picture(one, rules, ask)
+            made = _picture(one, rules, header_of)
         out.append(made)
     return out
 
@@ -60,8 +60,8 @@ def tokens_of(medium: Medium, rules: VisionRules) -> int:
     return t * h * w
 
 
-def _picture(given: GivenMedium, rules: VisionRules, ask: Ask) -> SeenMedium:
-    header = ask(given, 0)
+def _picture(given: GivenMedium, rules: VisionRules, header_of: HeaderOf) -> SeenMedium:
+    header = header_of(given, 0)
     _refuse_several(header, given.sources[0].name, rules)
     size = given.declared or _size(header, rules)
     grid = (1, *grid_of(size, rules, rules.min_pixels, rules.max_pixels, given.sources[0].name))
@@ -90,14 +90,16 @@ def grid_of(size: tuple[int, int], rules: VisionRules, least: int, most: int, na
     return high // rules.patch, wide // rules.patch
 
 
-def _video(given: GivenMedium, rules: VisionRules, frames: FrameRules, ask: Ask) -> tuple[SeenMedium, FrameRules]:
-    header = ask(given, 0)
+def _video(
+    given: GivenMedium, rules: VisionRules, frames: FrameRules, header_of: HeaderOf
+) -> tuple[SeenMedium, FrameRules]:
+    header = header_of(given, 0)
     name = given.sources[0].name
     chosen = frames.for_video(header.frames / header.rate)
     if given.frames:
         indices = list(given.frames)
         if indices[-1] >= header.frames:
-            raise MediaError("frames", f"{name}: the row asks for frame {indices[-1]} of {header.frames}")
+            raise MediaError("frames", f"{name}: the row requests frame {indices[-1]} of {header.frames}")
     else:
         seed = rules.seed ^ int(header.digest[:8], 16)  # of `rand`: the same for a video wherever it is met
         indices = frame_indices(header.frames, header.rate, chosen, seed)
@@ -112,10 +114,10 @@ def _video(given: GivenMedium, rules: VisionRules, frames: FrameRules, ask: Ask)
     return SeenMedium(replace(medium, digests=(header.digest,)), size), chosen
 
 
-def _frames(given: GivenMedium, rules: VisionRules, ask: Ask) -> SeenMedium:
+def _frames(given: GivenMedium, rules: VisionRules, header_of: HeaderOf) -> SeenMedium:
     """Frames that a row gives as pictures."""
     order = even(range(len(given.sources)), rules.temporal)
-    headers = [ask(given, i) for i in range(len(given.sources))]
+    headers = [header_of(given, i) for i in range(len(given.sources))]
     for place, header in zip(given.sources, headers):
         _refuse_several(header, place.name, rules)
     size = given.declared or _size(headers[0], rules)

@@ -45,7 +45,7 @@ class ModalStream:
         self.max_seq_len = pictures.max_seq_len
 
     def text_steps(self, steps: int) -> int:
-        """Of the first so many steps, how many read text."""
+        """Of the first steps up to this number, how many read text."""
         if not self.text_first:
             return floor(steps * self._share)
         whole, rest = divmod(steps, self._group)

@@ -24,15 +24,15 @@ from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import IGNORE, ChatMessage, SampleMedia
 from erniekit.data.vision.chat_rows import ChatMedia, replace_tags
 from erniekit.data.vision.job import VisionJob, VisionSource
-from erniekit.data.vision.layout import Ask, SeenMedium, seen
+from erniekit.data.vision.layout import HeaderOf, SeenMedium, seen
 from erniekit.data.vision.rules import VisionRules
-from erniekit.data.vision.said import GivenMedium, VisionRow, mark, media_in
 from erniekit.data.vision.tokens import Encoded, VisionAssembler
+from erniekit.data.vision.vision_row import GivenMedium, VisionRow, mark, media_in
 from erniekit.errors import DataError
 
-_SAID = ("messages", "prompt", "chosen", "rejected")
+_MESSAGE_FIELDS = ("messages", "prompt", "chosen", "rejected")
 # Fields whose <image> stand for pictures, in whatever format the pair is; and those that hold none.
-_ASKED = ("prompt", "messages", "src", "instruction", "question", "input")
+_PROMPT_FIELDS = ("prompt", "messages", "src", "instruction", "question", "input")
 _OTHER = ("chosen", "rejected", "response", "tgt", "system", "history")
 
 
@@ -46,7 +46,7 @@ class VisionPair(VisionRow):
 
 
 class PairMedia(ChatMedia):
-    """The same picture in both answers' copies of a prompt is one, so that the two prompts stay alike."""
+    """The same picture in both answers' copies of a prompt is one, so that the two prompts stay the same."""
 
     def _keep(self, medium: GivenMedium) -> str:
         plain = replace(medium, sources=tuple(replace(place, label="") for place in medium.sources))
@@ -68,29 +68,29 @@ def read_vision_pair(row: Any, folder: Path, format: str) -> VisionPair:
     if not is_preference(row):
         require(row, "chosen", "rejected")
     media, row = PairMedia(folder), dict(row)
-    for field in _SAID:
+    for field in _MESSAGE_FIELDS:
         value = row.get(field)
         if isinstance(value, dict):
             row[field] = _plain(value, field, media)
         elif isinstance(value, list):
             row[field] = [_plain(item, f"{field}[{i}]", media) for i, item in enumerate(value)]
-    replace_tags(row, media, _ASKED, _OTHER)
+    replace_tags(row, media, _PROMPT_FIELDS, _OTHER)
     if "response" in row:
         format = "erniekit"
     elif any(isinstance(row.get(field), list) for field in ("messages", "prompt", "chosen")):
         format = "messages"
     elif "instruction" in row or "question" in row:
         format = "alpaca"
-    said: Preference = PREFERENCE_FORMATS.get(format)(row, False)
-    for message in (*said.prompt, *said.chosen, *said.rejected):
-        if message.role == "tool" or message.tool_calls or said.tools:
-            raise BadRow("tools", "tool calls are not read where a model that sees compares answers")
-    for message in (*said.chosen, *said.rejected):
+    read: Preference = PREFERENCE_FORMATS.get(format)(row, False)
+    for message in (*read.prompt, *read.chosen, *read.rejected):
+        if message.role == "tool" or message.tool_calls or read.tools:
+            raise BadRow("tools", "tool calls are not supported in preference rows with pictures")
+    for message in (*read.chosen, *read.rejected):
         if media_in(message):
             raise BadRow("media_in_answer", "pictures belong in the prompt, not behind an answer")
     return VisionPair(
-        said.prompt, tuple(media.found), said.unused, chosen=said.chosen, rejected=said.rejected,
-        score_delta=said.score_delta,
+        read.prompt, tuple(media.found), read.unused, chosen=read.chosen, rejected=read.rejected,
+        score_delta=read.score_delta,
     )  # fmt: skip
 
 
@@ -118,9 +118,9 @@ class VisionPairAssembler(VisionAssembler):
         super().__init__(tokenizer, replace(rules, template=replace(rules.template, train="all")), thinking)
         self.pairs = pairs
 
-    def pair(self, row: VisionPair, max_seq_len: int, ask: Ask) -> Assembled | Dropped:
-        media = seen(row.media, self.rules, ask)
-        chosen, rejected = (self._sequence(row, said, media) for said in (row.chosen, row.rejected))
+    def pair(self, row: VisionPair, max_seq_len: int, header_of: HeaderOf) -> Assembled | Dropped:
+        media = seen(row.media, self.rules, header_of)
+        chosen, rejected = (self._sequence(row, answer, media) for answer in (row.chosen, row.rejected))
         common, longest = _common(chosen, rejected), self.pairs.max_prompt_len
         if not common:
             return Dropped("template", "the chat template renders the prompt as nothing")
@@ -137,16 +137,16 @@ class VisionPairAssembler(VisionAssembler):
         sample = lay_out(chosen.ids[:common], one, other, row.score_delta, self.tokenizer, compat=False)
         return Assembled(replace(sample, media=self._both(chosen, rejected, media, sample.shared)))
 
-    def _sequence(self, row: VisionPair, said: tuple[ChatMessage, ...], media: Sequence[SeenMedium]) -> _Sequence:
+    def _sequence(self, row: VisionPair, answer: tuple[ChatMessage, ...], media: Sequence[SeenMedium]) -> _Sequence:
         before = tuple(replace(message, trained=False) for message in row.messages)
-        after = tuple(replace(message, trained=message.role == "assistant") for message in said)
+        after = tuple(replace(message, trained=message.role == "assistant") for message in answer)
         made = self._encoded(kept(before + after, self.thinking), row, media)
         masked = {self.tokenizer.end_id} if self.pairs.mask_out_eos_token else set()
         scored = [label != IGNORE and id not in masked for id, label in zip(made.ids, made.labels)]
         return _Sequence(made.ids, scored, made)
 
     def _both(self, chosen: _Sequence, rejected: _Sequence, media: Sequence[SeenMedium], shared: int) -> SampleMedia:
-        """Each as it would be alone, less its last token; of the second what is not shared."""
+        """Each as it would be by itself, less its last token; of the second what is not shared."""
         first, second = (
             self._media(np.array(one.ids[:-1], np.int32), one.encoded, media)[0] for one in (chosen, rejected)
         )
@@ -185,7 +185,7 @@ class VisionPairSource(VisionSource, PairSource):
 
 
 def open_vision_pairs(path: str | Path, format: str | None, job: dict[str, Any], **cache: Any) -> VisionPairSource:
-    """job: fields of VisionPairJob beside path and format. cache: as tokenised()'s."""
+    """job: fields of VisionPairJob besides path and format. cache: as tokenised()'s."""
     found = detect(path, vision=True)
     if not found.preference:
         raise DataError(

@@ -30,9 +30,9 @@ class ProveMedium:
 
 
 def proof_of(
-    sample: Sample, limits: MediaLimits, ask: Callable[[ProveMedium], dict[str, str]] | None = None
+    sample: Sample, limits: MediaLimits, header_of: Callable[[ProveMedium], dict[str, str]] | None = None
 ) -> dict[str, str]:
-    """Of a sample with its media. ask: who decodes them; here, where not given."""
+    """Of a sample with its media. run: decodes them; here, where not given."""
     assert sample.media is not None
     media: Sequence[Medium] = sample.media.sources
     found: dict[str, Any] = {
@@ -42,15 +42,15 @@ def proof_of(
         "template": sample.ids,
         "position": sample.media.positions,
     }
-    asked = ask or (lambda work: work.work(lambda: None))
-    steps = [asked(ProveMedium(medium, limits)) for medium in media]
+    prove = header_of or (lambda work: work.work(lambda: None))
+    steps = [prove(ProveMedium(medium, limits)) for medium in media]
     for name in ("decode", "time stamp", "resize"):
         found[name] = [step[name] for step in steps]
     return {name: _digest(found[name]) for name in STAGES}
 
 
 def first_difference(stored: Mapping[str, str], found: Mapping[str, str]) -> str | None:
-    """The name of the stage; None where all are alike."""
+    """The name of the stage; None where all are the same."""
     return next((name for name in STAGES if stored.get(name) != found.get(name)), None)
 
 

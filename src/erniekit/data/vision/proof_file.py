@@ -26,8 +26,8 @@ from erniekit.data.types import ChatMessage
 from erniekit.data.vision.layout import headers_from
 from erniekit.data.vision.proof import first_difference, proof_of
 from erniekit.data.vision.rules import VisionRules, VisionTemplate
-from erniekit.data.vision.said import GivenMedium, VisionRow
 from erniekit.data.vision.tokens import VisionAssembler
+from erniekit.data.vision.vision_row import GivenMedium, VisionRow
 from erniekit.errors import CheckpointError, DataError
 from erniekit.files.json_file import read_object
 from erniekit.files.listed import has_file
@@ -151,11 +151,11 @@ def other_sizes(folder: Path, sizes: dict[str, int]) -> dict[str, tuple[int, int
 def _proof(
     row: VisionRow, tokenizer: Tokenizer, rules: VisionRules, thinking: Thinking, max_seq_len: int, pool: MediaPool
 ) -> dict[str, str]:
-    ask = headers_from(pool, rules.limits)
-    made = VisionAssembler(tokenizer, rules, thinking).sample(row, max_seq_len, "drop", ask)
+    header_of = headers_from(pool, rules.limits)
+    made = VisionAssembler(tokenizer, rules, thinking).sample(row, max_seq_len, "drop", header_of)
     if not isinstance(made, Assembled):
         raise BadRow(made.kind, made.reason)
-    return proof_of(made.sample, rules.limits, lambda work: pool.ask(work, work.medium.places[0].name, rules.limits))
+    return proof_of(made.sample, rules.limits, lambda work: pool.run(work, work.medium.places[0].name, rules.limits))
 
 
 def _stored(row: VisionRow, limits: MediaLimits) -> dict[str, Any] | None:

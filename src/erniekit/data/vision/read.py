@@ -9,7 +9,7 @@ from erniekit.data.formats import FORMATS
 from erniekit.data.formats.fields import BadRow, holds, is_preference
 from erniekit.data.vision.chat_rows import ChatMedia, read_chat_row, refuse_calls, refuse_tools, replace_tags
 from erniekit.data.vision.rows import read_info_row
-from erniekit.data.vision.said import VisionRow
+from erniekit.data.vision.vision_row import VisionRow
 
 _TEXTS = ("system", "src", "tgt", "instruction", "input", "output", "history")  # of rows without pictures
 _MEDIA = ("image", "images", "video", "videos")

@@ -15,7 +15,7 @@ from erniekit.data.media.place import MediaPlace, from_base64, located
 from erniekit.data.thinking import THINK, THOUGHT
 from erniekit.data.types import ChatMessage
 from erniekit.data.vision.chat_rows import refuse_calls
-from erniekit.data.vision.said import BOUND, UNTRAINED, GivenMedium, VisionRow, mark, refuse_marks
+from erniekit.data.vision.vision_row import BOUND, UNTRAINED, GivenMedium, VisionRow, mark, refuse_marks
 
 _KNOWN = ("text_info", "text_list", "image_info", "video_info", "order", "is_system", "is_video", "prefix")
 _LONGEST_S = 1e9  # of a time stamp; JSON also has NaN and Infinity
@@ -53,7 +53,7 @@ def read_info_row(row: dict[str, Any], folder: Path, compat: bool) -> VisionRow:
     if lost or (compat and not _thinks(texts)):  # ERNIEKit puts an empty thought there, or nothing
         prefix = ""
     unused = tuple(unread(row, (*_KNOWN, "name", *(() if compat else BESIDE))))
-    return VisionRow(tuple(said), tuple(media), unused, all_trained=lost, thinks=_thinks(texts), prefix=prefix)
+    return VisionRow(tuple(said), tuple(media), unused, all_trained=lost, reasoning=_thinks(texts), prefix=prefix)
 
 
 def _thinks(texts: list[dict[str, Any]]) -> bool:

@@ -22,11 +22,11 @@ class VisionTemplate:
     newline: bool = False  # before an empty thought
     block_trained: bool = False
     drop_thoughts: bool = False  # empty ones take their place
-    train: Literal["last", "all"] = "last"  # answers; rows that think train all
+    train: Literal["last", "all"] = "last"  # answers; rows with reasoning train all
     train_ends: bool = True  # the end tokens of earlier answers, too
 
 
-# chat_template: ERNIEKit's, which is what the releases' servers ask with; and the two of PaddleFormers 1.2.
+# chat_template: ERNIEKit's, which the releases' servers use; and the two of PaddleFormers 1.2.
 TEMPLATES = {
     "ernie_vl": VisionTemplate(),
     "paddleformers_vl": VisionTemplate("every", newline=True, train="all", train_ends=False),
@@ -68,7 +68,7 @@ class VisionRules:
 
     @classmethod
     def sizes_of(cls, preprocessor: Mapping[str, Any]) -> dict[str, int]:
-        """What a model folder's preprocessor_config.json says of sizes, under this class's names."""
+        """The sizes of a model folder's preprocessor_config.json, under this class's names."""
         names = {
             "patch_size": "patch",
             "merge_size": "merge",

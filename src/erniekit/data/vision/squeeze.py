@@ -10,8 +10,8 @@ from erniekit.data.vision.layout import SeenMedium, grid_of, tokens_of
 from erniekit.data.vision.rules import VisionRules
 
 
-def squeezed(media: Sequence[SeenMedium], room: int, rules: VisionRules) -> list[SeenMedium]:
-    """Videos of fewer than `room` tokens in all, as far as two frames of each allow. A video smaller than
+def squeezed(media: Sequence[SeenMedium], space: int, rules: VisionRules) -> list[SeenMedium]:
+    """Videos of fewer than `space` tokens in all, as far as two frames of each allow. A video smaller than
     video_min_pixels keeps its size here."""
     videos = [one for one in media if one.video]
     if not videos:
@@ -23,7 +23,7 @@ def squeezed(media: Sequence[SeenMedium], room: int, rules: VisionRules) -> list
         return [_resized(one, rules, most) if one.video else one for one in media]
 
     def fits(those: Sequence[SeenMedium]) -> bool:
-        return sum(tokens_of(one.medium, rules) for one in those if one.video) < room
+        return sum(tokens_of(one.medium, rules) for one in those if one.video) < space
 
     whole = at(rules.video_max_pixels)
     if fits(whole):
@@ -33,16 +33,16 @@ def squeezed(media: Sequence[SeenMedium], room: int, rules: VisionRules) -> list
         try:
             at(most)
             break
-        except MediaError:  # no size lies between these bounds
+        except MediaError:  # there is no size between these bounds
             most += 1
     out = at(most)
     if fits(out):
         return out
-    return _fewer_frames(out, room, rules)
+    return _fewer_frames(out, space, rules)
 
 
 def _most_pixels(least: int, high: int, fits: Callable[[int], bool], compat: bool) -> int:
-    """ERNIEKit stops its search where no size lies between the bounds, and loses the row if that is at once."""
+    """ERNIEKit stops its search where there is no size between the bounds, and loses the row if that is at once."""
     low, began = least, high
     while low < high:
         middle = (low + high + 1) // 2
@@ -64,14 +64,14 @@ def _resized(one: SeenMedium, rules: VisionRules, most: int) -> SeenMedium:
     return replace(one, medium=replace(one.medium, grid=grid))
 
 
-def _fewer_frames(media: Sequence[SeenMedium], room: int, rules: VisionRules) -> list[SeenMedium]:
+def _fewer_frames(media: Sequence[SeenMedium], space: int, rules: VisionRules) -> list[SeenMedium]:
     """Pairs of frames are taken from each video in turn, more at a time from one of more tokens, until enough are."""
     places = [i for i, one in enumerate(media) if one.video]
     tokens = [tokens_of(media[i].medium, rules) for i in places]
     frames = [media[i].medium.grid[0] for i in places]
     shares = [count / sum(tokens) for count in tokens]  # in this order of rounding, as ERNIEKit does
     at_a_time = [round(share / min(shares)) * rules.temporal for share in shares]
-    over, stuck, turn = sum(tokens) - room, 0, 0
+    over, stuck, turn = sum(tokens) - space, 0, 0
     left = list(frames)
     while (over > 0 if rules.compat else over >= 0) and stuck < len(places):
         k = turn % len(places)

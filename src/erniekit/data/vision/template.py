@@ -10,7 +10,7 @@ from erniekit.data.thinking import THINK, THOUGHT, divided, write_out
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import ChatMessage
 from erniekit.data.vision.rules import VisionTemplate
-from erniekit.data.vision.said import BOUND, UNTRAINED, parts
+from erniekit.data.vision.vision_row import BOUND, UNTRAINED, parts
 
 EMPTY = f"{THINK}\n\n{THOUGHT}\n\n"
 
@@ -26,7 +26,7 @@ class Piece:
 
 class VisionRenderer:
     """One conversation. `all_trained` overrides the template's choice of trained answers, without empty thoughts;
-    `prefix` stands for the empty thought before the last answer, and leaves that alone trained."""
+    `prefix` is the empty thought before the last answer, the only one trained then."""
 
     def __init__(
         self,
@@ -36,12 +36,12 @@ class VisionRenderer:
         use_pic_id: bool = True,
         all_trained: bool = False,
         prefix: str = "",
-        thinks: bool | None = None,
+        reasoning: bool | None = None,
         mask_thoughts: bool = False,
     ) -> None:
         self.template, self.tokenizer, self.videos = template, tokenizer, videos
         self.use_pic_id, self.all_trained, self.prefix = use_pic_id, all_trained, prefix
-        self.thinks, self.mask_thoughts = thinks, mask_thoughts
+        self.reasoning, self.mask_thoughts = reasoning, mask_thoughts
         self._pictures = self._clips = 0
 
     def sample(self, messages: Sequence[ChatMessage]) -> list[Piece]:
@@ -50,7 +50,7 @@ class VisionRenderer:
         if self.template.drop_thoughts:
             messages = tuple(_without_thought(m) for m in messages)
         answers = [i for i, m in enumerate(messages) if m.role == "assistant"]
-        thinking = self.thinks
+        thinking = self.reasoning
         if thinking is None:
             thinking = any(map(_tagged, (messages[i] for i in answers)))
         out = [self._control(self.tokenizer.begin_token)]
@@ -58,11 +58,11 @@ class VisionRenderer:
             if message.role == "assistant":
                 out += self._answer(message, i, i == answers[-1], thinking)
             else:
-                out += self._asked(message)
+                out += self._prompt_pieces(message)
         return out
 
     def prompt(self, messages: Sequence[ChatMessage], thinking: bool | None = None) -> list[Piece]:
-        """What a server asks with: earlier answers as they are, then the turn of the assistant. thinking: it may think
+        """A server's prompt: earlier answers as they are, then the turn of the assistant. thinking: it may think
         first; otherwise an empty thought is put into its mouth, as in training."""
         self._pictures = self._clips = 0
         out = [self._control(self.tokenizer.begin_token)]
@@ -74,10 +74,10 @@ class VisionRenderer:
                 out += [Piece(text, answer=i) for text in texts if text]
                 out.append(Piece(self.tokenizer.end_token, control=True, answer=i))
             else:
-                out += self._asked(message)
+                out += self._prompt_pieces(message)
         return out if thinking or self.template.block == "none" else [*out, self._block(len(messages))]
 
-    def _asked(self, message: ChatMessage) -> Iterator[Piece]:
+    def _prompt_pieces(self, message: ChatMessage) -> Iterator[Piece]:
         if message.role == "system":
             yield from self._content(message)
             yield Piece("\n")
@@ -100,10 +100,10 @@ class VisionRenderer:
             elif self.use_pic_id:
                 self._pictures += 1
                 yield Piece(f"Picture {self._pictures}:")
-            word = "VIDEO" if video else "IMAGE"
-            yield self._control(f"<|{word}_START|>")
+            kind = "VIDEO" if video else "IMAGE"
+            yield self._control(f"<|{kind}_START|>")
             yield Piece(medium=part)
-            yield self._control(f"<|{word}_END|>")
+            yield self._control(f"<|{kind}_END|>")
 
     def _answer(self, message: ChatMessage, place: int, last: bool, thinking: bool) -> Iterator[Piece]:
         rules = self.template
@@ -118,15 +118,17 @@ class VisionRenderer:
             yield Piece(self.prefix, answer=place)
         elif blocks:
             yield self._block(place, trained and rules.block_trained)
-        mine = trained
+        is_trained = trained
         for text in message.content.split(BOUND):
-            mine = trained and not text.startswith(UNTRAINED)
+            is_trained = trained and not text.startswith(UNTRAINED)
             thought, bare = self._divided(text.removeprefix(UNTRAINED))
             if thought:
                 yield Piece(thought, answer=place)
             if bare:
-                yield Piece(bare, trained=mine, answer=place)
-        yield Piece(self.tokenizer.end_token, control=True, trained=mine and (last or rules.train_ends), answer=place)
+                yield Piece(bare, trained=is_trained, answer=place)
+        yield Piece(
+            self.tokenizer.end_token, control=True, trained=is_trained and (last or rules.train_ends), answer=place
+        )
 
     def _divided(self, text: str) -> tuple[str, str]:
         """A thought that is read and not trained, and the rest."""

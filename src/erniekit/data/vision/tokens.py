@@ -14,12 +14,12 @@ from erniekit.data.assemble import Assembled, Dropped
 from erniekit.data.thinking import Thinking, kept
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import IGNORE, ChatMessage, Sample, SampleMedia
-from erniekit.data.vision.layout import Ask, SeenMedium, seen, tokens_of
+from erniekit.data.vision.layout import HeaderOf, SeenMedium, seen, tokens_of
 from erniekit.data.vision.positions import modality_of, positions_of
 from erniekit.data.vision.rules import VisionRules, VisionTokens
-from erniekit.data.vision.said import VisionRow
 from erniekit.data.vision.squeeze import squeezed
 from erniekit.data.vision.template import Piece, VisionRenderer
+from erniekit.data.vision.vision_row import VisionRow
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class VisionAssembler:
         self.tokenizer, self.rules, self.thinking = tokenizer, rules, thinking
         self.tokens = VisionTokens.of(tokenizer)
 
-    def sample(self, row: VisionRow, max_seq_len: int, overlong: str, ask: Ask) -> Assembled | Dropped:
+    def sample(self, row: VisionRow, max_seq_len: int, overlong: str, header_of: HeaderOf) -> Assembled | Dropped:
         """MediaError where a header cannot be read or a picture cannot be sized."""
         rules = self.rules
         messages = kept(row.messages, self.thinking)
-        media = seen(row.media, rules, ask)
+        media = seen(row.media, rules, header_of)
         if rules.squeeze:
             media = self._squeezed(messages, row, media, max_seq_len)
         made = self._encoded(messages, row, media)
@@ -72,14 +72,14 @@ class VisionAssembler:
             )
         return self._finished(made, media, dropped, cut)
 
-    def length(self, row: VisionRow, ask: Ask) -> int:
+    def length(self, row: VisionRow, header_of: HeaderOf) -> int:
         """Tokens of the whole row, whatever would be cut."""
-        media = seen(row.media, self.rules, ask)
+        media = seen(row.media, self.rules, header_of)
         return len(self._encoded(kept(row.messages, self.thinking), row, media).ids) - 1
 
-    def prompt(self, row: VisionRow, ask: Ask, thinking: bool | None = None) -> VisionPrompt:
+    def prompt(self, row: VisionRow, header_of: HeaderOf, thinking: bool | None = None) -> VisionPrompt:
         """`row.messages` end with the user's turn."""
-        media = seen(row.media, self.rules, ask)
+        media = seen(row.media, self.rules, header_of)
         made = self._encode(self._renderer(row, media).prompt(row.messages, thinking), media)
         ids = np.array(made.ids, np.int32)
         chosen, next_position = self._media(ids, made, media)
@@ -88,7 +88,7 @@ class VisionAssembler:
     def _renderer(self, row: VisionRow, media: Sequence[SeenMedium]) -> VisionRenderer:
         rules = self.rules
         videos = [one.video for one in media]
-        more = row.all_trained, row.prefix, row.thinks if rules.compat else None, self.thinking == "mask"
+        more = row.all_trained, row.prefix, row.reasoning if rules.compat else None, self.thinking == "mask"
         return VisionRenderer(rules.template, self.tokenizer, videos, rules.use_pic_id, *more)
 
     def _encoded(self, messages: Sequence[ChatMessage], row: VisionRow, media: Sequence[SeenMedium]) -> Encoded:

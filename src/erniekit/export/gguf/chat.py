@@ -92,7 +92,7 @@ def _parts(tokenizer: Tokenizer) -> _Parts | None:
     ]
     try:
         expected = [prompt_text(messages, tokenizer) for messages in tried]
-        found = _found(expected[1], expected[3], prompt_text(tried[0], tokenizer, ask=False))
+        found = _found(expected[1], expected[3], prompt_text(tried[0], tokenizer, add_generation_prompt=False))
     except TemplateRefused:
         return None
     return found if found and all(found.text(m) == text for m, text in zip(tried, expected)) else None

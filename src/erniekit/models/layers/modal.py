@@ -1,4 +1,4 @@
-"""The expert layer of a model that sees: text tokens and vision tokens have experts and a router of their own, of
+"""The expert layer of a vision-language model: text tokens and vision tokens have experts and a router of their own, of
 different widths, and share the shared experts.
 
 Each bank is called with all tokens, with the choices of the other modality's marked as of no expert. Its experts have

@@ -36,7 +36,7 @@ def documents_with(modality: torch.Tensor, cu_seqlens: torch.Tensor | None) -> t
 
 
 class LocalPlaces(nn.Module):
-    """Slot `places` of a model that sees. All tokens of a batch are here."""
+    """Slot `places` of a vision-language model. All tokens of a batch are here."""
 
     def forward(self, x_BLH: torch.Tensor, features_VH: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """The embeddings with features in these places of the flattened [B * L] tokens."""

@@ -38,9 +38,9 @@ class BatchedLoRALinear(nn.Module):
         updates: list[RowUpdate] = []
         owners: list[int] = []
         for number, adapter in enumerate(adapters):
-            mine = [] if adapter is None else adapter.row_updates()
-            updates += mine
-            owners += [number] * len(mine)
+            adapter_updates = [] if adapter is None else adapter.row_updates()
+            updates += adapter_updates
+            owners += [number] * len(adapter_updates)
         out, _ = base.held_shape  # type: ignore[operator,misc]
         self.A = torch.cat([update.A for update in updates])
         self.B = placed(updates, out).t().contiguous()

@@ -1,6 +1,6 @@
 """The interface of an inference engine: jobs in, token events out. Used by serve/api.py and implemented by embedded.py.
 
-An engine knows token ids and patches of pictures: detokenizing, stop strings and OpenAI's objects belong to serve/.
+An engine handles token ids and image patches: detokenizing, stop strings and OpenAI's objects belong to serve/.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from erniekit.serve.engines.vision_input import PromptVision
 
 # The client of the current task's request: set by serve/middleware.py, read by `submit`. A client is an address: the
-# server has one key, and without a key whatever else a request says of itself could be made up for a larger share.
+# server has one key, and without a key anything else in a request could be made up for a larger share.
 CLIENT: ContextVar[str] = ContextVar("client", default="")
 
 GREEDY_TEMPERATURE = 1e-5  # below it sampling is greedy: scores divided by less may overflow float32
-GREEDY_TOP_P = 2.0**-23  # below it top_p keeps one token: float32 cannot tell them from none
+GREEDY_TOP_P = 2.0**-23  # below it top_p keeps one token: float32 cannot distinguish them from none
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class SamplingParams:
     min_tokens: int = 0
     temperature: float = 1.0  # below GREEDY_TEMPERATURE always takes the likeliest token
     top_p: float = 1.0  # below GREEDY_TOP_P as well
-    top_k: int = 0  # so many of the likeliest tokens; 0: no limit
+    top_k: int = 0  # the number of likeliest tokens kept; 0: no limit
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
@@ -41,7 +41,7 @@ class SamplingParams:
     allowed: tuple[int, ...] = ()  # the only tokens that may come; empty: all
     bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its score)
     seed: int | None = None
-    logprobs: int | None = None  # None: not asked for; else so many of the likeliest beside the chosen one
+    logprobs: int | None = None  # None: not requested; else how many of the likeliest next to the chosen one
     ignore_stop: bool = False
 
     @property
@@ -86,8 +86,8 @@ class GenerationJob:
     vocab: int  # ids the tokenizer can spell; the model may have padding behind them
     vision: PromptVision | None = field(default=None, compare=False)  # the pictures of the prompt
     grammar: Grammar | None = field(default=None, compare=False)  # what the answer must be
-    pooling: Pooling | None = None  # the states of the prompt are asked for, and no token
-    salt: str = ""  # prefixes are shared between jobs of the same one alone
+    pooling: Pooling | None = None  # the pooled states of the prompt are requested, and no token
+    salt: str = ""  # prefixes are shared only between jobs with the same salt
 
     @property
     def prefix_key(self) -> str:
@@ -119,7 +119,7 @@ Event = Token | Pooled | Done
 
 
 class QueueFull(Exception):
-    """Too many sequences wait; later there will be room."""
+    """Too many sequences wait; retry later."""
 
 
 class ModelRemoved(Exception):
@@ -155,7 +155,7 @@ class Load:
     steps: int = 0
     prefix_queries: int = 0  # tokens of prompts that were looked for in the cache
     prefix_hits: int = 0  # those that were there
-    evicted: int = 0  # sequences put back for want of blocks
+    evicted: int = 0  # sequences preempted for lack of blocks
     preempted: int = 0  # sequences put back in favour of other clients or requests
     features: int = 0  # bytes of features of pictures that are kept
     looks: int = 0  # pictures and pairs of frames that were computed

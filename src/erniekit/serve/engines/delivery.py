@@ -1,4 +1,4 @@
-"""Events on their way from the engine's thread to the event loops of those who listen. Used by embedded.py."""
+"""Passes events from the engine's thread to the event loops of the requests. Used by embedded.py."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from erniekit.serve.engines.base import Event, TokenStream
 from erniekit.serve.engines.sequence import RunningSequence
 
-Told = tuple[RunningSequence, Event]
+SequenceEvent = tuple[RunningSequence, Event]
 
 
-def deliver(events: Sequence[Told]) -> None:
+def deliver(events: Sequence[SequenceEvent]) -> None:
     """One call into each event loop for a whole step."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[TokenStream, int, Event]]] = {}
     for run, event in events:

@@ -3,7 +3,7 @@
 Built by serve/loaded_models.py. One thread computes; requests join and leave between two steps (continuous batching).
 Models that share a base (it and its adapters) share the cache. A recorded step runs for all of them, a plain one for
 each that has work.
-scheduling.py decides who computes what and when; plain_step.py and recorded.py compute. With recorded steps a launch is
+scheduling.py decides what is computed when; plain_step.py and recorded.py compute. With recorded steps a launch is
 made before the tokens of the one before it are read: a sequence that has ended is noticed one launch late, and what was
 computed for it beyond its end is dropped.
 """
@@ -32,7 +32,7 @@ from erniekit.serve.engines.base import (
     Token,
     TokenStream,
 )
-from erniekit.serve.engines.delivery import Told, deliver, put
+from erniekit.serve.engines.delivery import SequenceEvent, deliver, put
 from erniekit.serve.engines.model_changes import ModelChanges
 from erniekit.serve.engines.outcome import take_states, take_tokens
 from erniekit.serve.engines.paged import PagedCache, SequencePiece
@@ -136,7 +136,7 @@ class EmbeddedEngine(SequenceScheduler):
                 waiting=len(self._waiting),
                 cache_used=self.cache.used,
                 steps=self._steps,
-                prefix_queries=self.cache.asked,
+                prefix_queries=self.cache.queried,
                 prefix_hits=self.cache.shared,
                 evicted=self._evicted,
                 preempted=self._preempted,
@@ -193,13 +193,13 @@ class EmbeddedEngine(SequenceScheduler):
         """Models that have sequences."""
         return {run.job.model for runs in self._streams.values() for run in runs if not run.gone}
 
-    def _change_models(self) -> list[Told]:
+    def _change_models(self) -> list[SequenceEvent]:
         """Those that come and go. What is launched is read first, and running sequences go on in the new steps."""
         with self._lock:
             if not self._changes.due(self._used()):
                 return []
             coming, gone = self._changes.take(self._used())
-        events: list[Told] = []
+        events: list[SequenceEvent] = []
         while self._launched:
             events += self._read(self._launched.popleft())
         for name, model, _ in coming:
@@ -263,27 +263,27 @@ class EmbeddedEngine(SequenceScheduler):
                     events += self._settle(part, outcome)
         while len(self._launched) > behind:
             events += self._read(self._launched.popleft())
-        told = self._note(events, bool(plan))
+        current = self._remove_ended(events, bool(plan))
         if not worked:
-            # What a client asked for may be why it failed: the engine is sound if a plain token works.
+            # The client's parameters may be why it failed: the engine is healthy if a plain token works.
             worked = self._probe(*([failed] if failed else self.models))
         self._faults = 0 if worked else self._faults + 1
-        deliver(told)
+        deliver(current)
 
-    def _note(self, events: list[Told], stepped: bool) -> list[Told]:
-        """Who has ended leaves; what is to be told of the others and of them."""
+    def _remove_ended(self, events: list[SequenceEvent], stepped: bool) -> list[SequenceEvent]:
+        """Removes sequences that ended; returns the events of those whose clients still wait."""
         with self._lock:
             self._steps += stepped
-            told = [(run, event) for run, event in events if not run.gone]
-            for run, event in told:
+            current = [(run, event) for run, event in events if not run.gone]
+            for run, event in current:
                 if isinstance(event, Done):
                     run.gone = True
                     self._leave(run)
                     self._forget(run.stream)
-        return told
+        return current
 
     def _guarded(
-        self, name: str, group: list[Planned], steps: int, events: list[Told]
+        self, name: str, group: list[Planned], steps: int, events: list[SequenceEvent]
     ) -> list[tuple[list[Planned], Any]]:
         """Recorded what can be, the rest plainly. events: of launches that have to be read because this one failed."""
         if self.recorded is None:
@@ -301,12 +301,12 @@ class EmbeddedEngine(SequenceScheduler):
         for run, _ in rest:
             run.placed, run.ahead, run.epoch = False, 0, run.epoch + 1
             run.cached = min(run.cached, len(run.ids) - 1)
-            if not any(told is run and isinstance(event, Done) for told, event in events):
+            if not any(other is run and isinstance(event, Done) for other, event in events):
                 again.append((run, SequencePiece(run.ids, run.cached, len(run.ids), run.table, run.job.vision)))
         return [*out, *(result for one in again for result in self._one_by_one(one[0].job.model, [one]))]
 
     def _one_by_one(self, name: str, group: list[Planned]) -> list[tuple[list[Planned], Any]]:
-        """A step that fails is tried again one by one: only who brings it down pays for it."""
+        """A step that fails is tried again one by one: only the sequence that makes it fail is ended."""
         try:
             return [(group, self._forward(name, group))]
         except Exception as error:
@@ -336,33 +336,33 @@ class EmbeddedEngine(SequenceScheduler):
     def _forward(self, name: str, group: list[Planned]) -> list[Token | None]:
         return self.plain.run(name, group)
 
-    def _settle(self, group: list[Planned], outcome: Any) -> list[Told]:
+    def _settle(self, group: list[Planned], outcome: Any) -> list[SequenceEvent]:
         """Update the sequences after a plain step and collect the events for their clients."""
         if isinstance(outcome, Exception):
             return [(run, Done("error", "the engine failed on this request")) for run, _ in group]
-        events: list[Told] = []
+        events: list[SequenceEvent] = []
         tokens = iter(outcome)
         for run, piece in group:
             is_last = piece.stop == len(run.ids)
             run.cached = piece.stop
             if is_last:
-                events += self._said(run, [next(tokens)]) if run.pooled is None else take_states(run)
+                events += self._take(run, [next(tokens)]) if run.pooled is None else take_states(run)
         return events
 
-    def _read(self, launched: LaunchedStep) -> list[Told]:
+    def _read(self, launched: LaunchedStep) -> list[SequenceEvent]:
         """The same after a launch, once its tokens are here."""
-        events: list[Told] = []
+        events: list[SequenceEvent] = []
         for run, tokens in launched.read():
             run.ahead -= len(tokens)
-            events += self._said(run, tokens)
+            events += self._take(run, tokens)
         return events
 
-    def _said(self, run: RunningSequence, tokens: Sequence[Token | None]) -> list[Told]:
+    def _take(self, run: RunningSequence, tokens: Sequence[Token | None]) -> list[SequenceEvent]:
         if len(run.ids) == len(run.job.prompt):
             self._keep(run)
         return take_tokens(run, tokens, self.limits.length)
 
 
 def _is_plain(run: RunningSequence, piece: SequencePiece) -> bool:
-    """Pieces that recorded steps do not compute: of prompts with pictures, and those whose states are asked for."""
+    """Pieces that recorded steps do not compute: of prompts with pictures, and of those whose states are pooled."""
     return run.pooled is not None or (run.features is not None and piece.start < len(run.job.prompt))

@@ -1,6 +1,6 @@
 """How an external engine is started: one `EngineProgram` each in vllm.py, sglang.py and fastdeploy.py.
 
-An external engine listens at our host and port itself: nothing of ours stands between it and its clients.
+An external engine listens at our host and port itself: there is no proxy between it and its clients.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Target:
-    """What is to be served, in our words. `given` tells a value that was set from a default."""
+    """What is to be served. `given` distinguishes a value that was set from a default."""
 
     model: Path
     name: str
@@ -39,7 +39,7 @@ class Target:
         return out
 
     def sampling(self) -> dict[str, Any]:
-        """What a request that does not say should get, of the keys that were given."""
+        """Defaults of requests, from the keys that were given."""
         names = ("temperature", "top_p", "top_k", "repetition_penalty")
         out = {name: self.keys[name] for name in names if self.given(name)}
         return out | ({"max_new_tokens": self.keys["max_new_tokens"]} if self.given("max_new_tokens") else {})
@@ -51,7 +51,7 @@ class EngineProgram:
     package: str  # importable where the engine is installed
     module: str  # what `python -m` runs
     install: str
-    arguments: Callable[[Target, Path], list[str]]  # the folder is for files it wants, private to us
+    arguments: Callable[[Target, Path], list[str]]  # the folder is for files it needs, private to us
     environment: Callable[[Target], dict[str, str]] = lambda target: {}
     adapters: bool = True  # whether it serves LoRA unmerged
 

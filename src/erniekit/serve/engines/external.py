@@ -22,14 +22,14 @@ from typing import IO
 
 from erniekit.config import RunConfig
 from erniekit.errors import ConfigError, DeviceError
-from erniekit.log import say, warn
+from erniekit.log import emit, warn
 from erniekit.net.address import announce
 from erniekit.net.listen import bind
 from erniekit.serve.engines import EXTERNAL, supervisor
 from erniekit.serve.engines.engine_program import DTYPES, EngineProgram, Target
 
 STARTED_LENGTH = 2048  # of the context where max_model_len is not given: these engines reserve memory for all of it
-KILL_S = 10.0  # after the grace, for those that do not hear
+KILL_S = 10.0  # after the grace period, for processes that do not react
 
 
 def is_installed(program: EngineProgram, python: str | None) -> bool:
@@ -53,7 +53,7 @@ def serve_external(cfg: RunConfig, name: str, key: str | None) -> int:
         )
     target = make_target(cfg, program, key)
     if key is None:
-        warn(f"{name} looks at no Host: without a key any page that a browser here shows may ask it")
+        warn(f"{name} does not check the Host header: without a key, any page in a browser here can send it requests")
     with tempfile.TemporaryDirectory(prefix="erniekit-engine-") as folder:
         command = [cfg.serve.engine_python or sys.executable, "-m", program.module]
         command += [*program.arguments(target, Path(folder)), *cfg.serve.engine_args]
@@ -86,7 +86,7 @@ def make_target(cfg: RunConfig, program: EngineProgram, key: str | None) -> Targ
         )
     if program.name == "vllm" and weights.config.vision is not None and weights.config.raw_layout == "nested":
         raise ConfigError(
-            "vllm reads a model that sees in the layout of its releases, not in transformers'",
+            "vllm reads a vision-language model in the layout of its releases, not in transformers'",
             where=str(weights.path),
             fix="erniekit export ... save_format=hf first",
         )
@@ -101,7 +101,7 @@ def make_target(cfg: RunConfig, program: EngineProgram, key: str | None) -> Targ
             fix="erniekit export merges it into its base",
         )
     rank = max((max(u.rank for u in adapter.updates.values()) for adapter in adapters.values()), default=0)
-    sock = bind(cfg.serve.host, cfg.serve.port)  # a taken port is told before a minute of loading
+    sock = bind(cfg.serve.host, cfg.serve.port)  # a taken port is reported before a minute of loading
     port = sock.getsockname()[1]
     sock.close()
     base = next((o.name for o in entries if o.found.adapter is None), cfg.serve.served_model_name)
@@ -122,7 +122,7 @@ def make_target(cfg: RunConfig, program: EngineProgram, key: str | None) -> Targ
 
 
 def _dtype(cfg: RunConfig) -> str | None:
-    """wint8 and the like are how a run was trained; `quantization` says how weights are served."""
+    """wint8 and similar formats are how a run was trained; `quantization` sets how weights are served."""
     kind = cfg.precision.compute_type
     return kind if cfg.given("compute_type") and kind in DTYPES else None
 
@@ -136,14 +136,14 @@ class EngineProcess:
         self.name, self.command, self.environment, self.target = name, command, environment, target
         self.grace = grace
         self.last: deque[str] = deque(maxlen=20)
-        self.asked = threading.Event()
+        self.stop_requested = threading.Event()
 
     def run(self) -> int:
         """Until it ends, or a signal ends it; the exit code."""
         before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         for number in before:
-            signal.signal(number, lambda *_: self.asked.set())
-        say(f"starting {self.name}: {self.target.model}")
+            signal.signal(number, lambda *_: self.stop_requested.set())
+        emit(f"starting {self.name}: {self.target.model}")
         process = subprocess.Popen(
             [sys.executable, supervisor.__file__, str(self.grace), *self.command],
             stdin=subprocess.PIPE,
@@ -162,18 +162,18 @@ class EngineProcess:
             following.join(5)
             for number, handler in before.items():
                 signal.signal(number, handler)
-        if not self.asked.is_set():
+        if not self.stop_requested.is_set():
             raise DeviceError(
                 f"{self.name} ended by itself with exit code {process.returncode}",
                 where=self.last[-1] if self.last else self.name,
                 fix="see its log above",
             )
-        say("stopped")
+        emit("stopped")
         return 0
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
         ready = False
-        while process.poll() is None and not self.asked.wait(0.5):
+        while process.poll() is None and not self.stop_requested.wait(0.5):
             if not ready and self._healthy():
                 ready = True
                 names = ", ".join([self.target.name, *self.target.adapters])
@@ -194,7 +194,7 @@ class EngineProcess:
         for line in stream:
             text = line.decode("utf-8", "replace").rstrip()
             self.last.append(text)
-            say(f"{self.name} | {text}")
+            emit(f"{self.name} | {text}")
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         """The guard ends the engine within the grace, and everything in its group after it."""

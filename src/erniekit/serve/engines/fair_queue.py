@@ -1,4 +1,4 @@
-"""Sequences that wait, and whose turn it is: first by client, then by request. Used by embedded.py, under its lock.
+"""The queue of sequences, and which is next: first by client, then by request. Used by embedded.py, under its lock.
 
 Max-min fair: the client with the fewest running sequences is next, then its request with the fewest; among equals the
 one served longest ago. A request of many sequences therefore delays others by no more than its fair share does.
@@ -27,11 +27,11 @@ class FairQueue:
 
     @property
     def most_counted(self) -> int:
-        """Of one request's sequences so many count against the limit: a large one alone does not fill the queue."""
+        """How many of one request's sequences count against the limit: one large request does not fill the queue."""
         return max(1, self.limit // 4)
 
     def accepts(self, stream: TokenStream, running: Sequence[RunningSequence], places: int) -> bool:
-        """places: sequences that could run at once. Beyond the limit there is as much room again for clients that have
+        """places: sequences that could run at once. Beyond the limit there is as much space again for clients that have
         nothing here: one client cannot fill the queue for the others."""
         waiting = sum(min(len(line), self.most_counted) for line in self._lines.values())
         wanted = waiting + min(len(stream.jobs), self.most_counted)

@@ -33,7 +33,7 @@ def arguments(target: Target, folder: Path) -> list[str]:
         if keys["reasoning_parser"]:
             out += ["--reasoning-parser", keys["reasoning_parser"]]
     else:
-        # The default names the parser of the vision models: for text it must be asked for.
+        # The default names the parser of the vision models: for text it must be set.
         out += target.pass_on(reasoning_parser="--reasoning-parser")
     return out + target.pass_on(tool_call_parser="--tool-call-parser")
 

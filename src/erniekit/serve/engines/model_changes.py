@@ -1,4 +1,4 @@
-"""Models that come and go while an engine runs: asked for in any thread, done by the engine's between two steps.
+"""Models added and removed while an engine runs: requested in any thread, done by the engine's between two steps.
 
 Used by embedded.py. A model that is to go stays until its last sequence has ended; no other sequence is touched.
 """
@@ -29,7 +29,7 @@ class ModelChanges:
         return bool(self.coming) or any(name not in used for name in self.going)
 
     def take(self, used: Collection[str]) -> tuple[list[tuple[str, nn.Module, Future[None]]], list[str]]:
-        """Models to add, and names to forget."""
+        """Models to add, and names to remove."""
         coming, self.coming = self.coming, []
         gone = sorted(name for name in self.going if name not in used)
         self.going.difference_update(gone)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from erniekit.serve.engines.base import Done, Pooled, Token
-from erniekit.serve.engines.delivery import Told
+from erniekit.serve.engines.delivery import SequenceEvent
 from erniekit.serve.engines.sequence import RunningSequence
 
 
-def take_tokens(run: RunningSequence, tokens: Sequence[Token | None], longest: int) -> list[Told]:
+def take_tokens(run: RunningSequence, tokens: Sequence[Token | None], longest: int) -> list[SequenceEvent]:
     """Its next tokens, up to the one that ends it."""
-    events: list[Told] = []
+    events: list[SequenceEvent] = []
     params = run.job.sampling
     for token in tokens:
         if token is None:
@@ -26,7 +26,7 @@ def take_tokens(run: RunningSequence, tokens: Sequence[Token | None], longest: i
     return events
 
 
-def take_states(run: RunningSequence) -> list[Told]:
+def take_states(run: RunningSequence) -> list[SequenceEvent]:
     """The end of a prompt whose states were pooled."""
     assert run.pooled is not None
     return [(run, Pooled(run.pooled.vector())), (run, Done("stop"))]

@@ -1,6 +1,6 @@
 """The keys and values of all running sequences in one pool of blocks, and attention that reads them there.
 
-Used by plain_step.py and recorded.py; embedded.py plans a step. `PagedAttention` takes the place of a layer's
+Used by plain_step.py and recorded.py; embedded.py plans a step. `PagedAttention` replaces a layer's
 InnerAttention.
 T tokens of the step, S slots, N heads, D head_dim, R rows that decode, M longest of them.
 """
@@ -29,9 +29,9 @@ class PagedCache:
     """Blocks of `size` slots. A slot holds one position's key and value in every layer. Behind the blocks of sequences
     is one more, which rows that fill up a batch write to (recorded.py).
 
-    A full block whose tokens are known is kept when its sequence leaves, until its room is wanted: a sequence that
+    A full block whose tokens are known is kept when its sequence leaves, until its space is needed: a sequence that
     begins with the same tokens, of the same key (a model's), takes it as it is, also while others have it. Such a block
-    is known by a digest of its tokens and of the digest of the block before it: it stands for all up to its end.
+    is known by a digest of its tokens and of the digest of the block before it: it identifies all up to its end.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class PagedCache:
         self.blocks, self.size = blocks, size
         self.keys = [_zeros(shape, dtype, device) for _ in range(config.num_layers)]
         self.values = [_zeros(shape, dtype, device) for _ in range(config.num_layers)]
-        self.asked = self.shared = 0  # positions that were looked for, and those that were taken as they were
+        self.queried = self.shared = 0  # positions that were looked for, and those that were taken as they were
         self._free = list(range(blocks - 1, -1, -1))
         self._holders = [0] * blocks
         self._kept: OrderedDict[int, None] = OrderedDict()  # cached blocks without a reference, the oldest first
@@ -52,14 +52,14 @@ class PagedCache:
         return -(-length // self.size)
 
     @property
-    def room(self) -> int:
+    def free_blocks(self) -> int:
         """Blocks that can be had."""
         return len(self._free) + len(self._kept)
 
     def grow(self, table: list[int], length: int) -> bool:
         """Blocks for `length` positions put into `table`; False, and nothing taken, when there are too few."""
         missing = self.blocks_for(length) - len(table)
-        if missing > self.room:
+        if missing > self.free_blocks:
             return False
         for _ in range(missing):
             if self._free:
@@ -72,7 +72,7 @@ class PagedCache:
         return True
 
     def release(self, table: list[int]) -> None:
-        """The end of a sequence goes first, when room is wanted: its beginning is more likely to be another's."""
+        """The end of a sequence goes first, when space is needed: its beginning is more likely to be another's."""
         for block in reversed(table):
             self._holders[block] -= 1
             if not self._holders[block]:
@@ -92,7 +92,7 @@ class PagedCache:
             self._holders[block] += 1
             self._kept.pop(block, None)
             table.append(block)
-        self.asked += len(ids)
+        self.queried += len(ids)
         self.shared += len(table) * self.size
         return len(table) * self.size
 
@@ -111,7 +111,7 @@ class PagedCache:
 
     @property
     def used(self) -> float:
-        return 1 - self.room / self.blocks
+        return 1 - self.free_blocks / self.blocks
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
@@ -215,7 +215,7 @@ def _modality(pieces: Sequence[SequencePiece]) -> torch.Tensor | None:
 
 
 class PagedAttention(InnerAttention):
-    """Stores the step's keys and values, then lets each token see its own sequence in the pool."""
+    """Stores the step's keys and values, then computes each token's attention to its own sequence in the pool."""
 
     with_positions = False
 

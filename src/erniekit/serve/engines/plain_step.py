@@ -1,7 +1,7 @@
 """A step by the model's own modules, its tokens read at once: the definition of what the engine computes.
 
 Used by embedded.py: on devices that record nothing, for prompts with pictures and for embeddings, where `decoding:
-exact` asks for it, and for who was in a recorded step that failed.
+exact` selects it, and it repeats the sequences of a recorded step that failed.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Fetched:
 
 @dataclass
 class LaunchedStep:
-    """Rows whose tokens are on their way: those of chunks (one token) first, then those of a burst."""
+    """Rows whose tokens are not read yet: those of chunks (one token) first, then those of a burst."""
 
     firsts: list[tuple[RunningSequence, int]]  # with the epoch they were launched in
     going: list[tuple[RunningSequence, int]]
@@ -154,10 +154,10 @@ class RecordedSteps:
         run.slot = self.state.free.pop()
         self._blocks[run.slot] = 0
         self.state.set_model(run.slot, self.numbers[run.job.model])
-        self.state.set_wishes(run.slot, *draw_numbers(run.job.sampling, run.job.vocab, run.seed))
+        self.state.set_sampling(run.slot, *draw_numbers(run.job.sampling, run.job.vocab, run.seed))
 
     def leave(self, run: RunningSequence) -> None:
-        """What is on its way for the slot comes before what its next owner writes: the device works in order."""
+        """What is in flight for the slot comes before what its next owner writes: the device works in order."""
         if run.slot >= 0:
             self.state.free.append(run.slot)
         run.slot, run.placed, run.ahead = -1, False, 0
@@ -166,7 +166,7 @@ class RecordedSteps:
     # --- a launch
 
     def record_all(self) -> None:
-        """Everything that requests without special wishes use."""
+        """Everything that requests with plain sampling use."""
         for name in self.models:
             for size in self.chunks:
                 self._work(name, "chunk", size, True)
@@ -174,8 +174,8 @@ class RecordedSteps:
                 self._work(name, "batch", size, True)
 
     def launch(self, name: str, group: Sequence[Planned], steps: int) -> LaunchedStep:
-        """Pieces of prompts, and `steps` tokens of each sequence that decodes. Sequences with wishes that need to know
-        what was said before are read at once; then steps is 1, and nothing else may be on its way."""
+        """Pieces of prompts, and `steps` tokens of each sequence that decodes. Sequences whose sampling depends on the
+        tokens before are read at once; then steps is 1, and nothing else may be in flight."""
         fresh = [(run, piece) for run, piece in group if not run.placed]
         going = [run for run, _ in group if run.placed]
         special = any(needs_history(run) for run, _ in group)
@@ -258,7 +258,7 @@ class RecordedSteps:
         return []
 
     def _sampled(self, logits: torch.Tensor, runs: list[RunningSequence]) -> list[Token | None]:
-        """By what was said before, which the host knows: nothing else is on its way."""
+        """By the tokens generated before, which the host has: nothing else is in flight."""
         if not runs:
             return []
         tokens = sample(logits[: len(runs)], [run.row() for run in runs])
@@ -345,12 +345,12 @@ class RecordedSteps:
 
     def _draw(self, logits: torch.Tensor, slots: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         state = self.state
-        params = params_of(state.heats.there.index_select(0, slots), state.counts.there.index_select(0, slots))
+        params = params_of(state.floats.there.index_select(0, slots), state.integers.there.index_select(0, slots))
         return draw(logits, params, places)
 
 
 def needs_history(run: RunningSequence) -> bool:
-    """Whether its next token depends on the one before by more than the model, or more is told of it than its id."""
+    """Whether its next token depends on the one before by more than the model, or more than its id is returned."""
     sampling = run.job.sampling
     return not sampling.plain or sampling.logprobs is not None or run.matcher is not None
 

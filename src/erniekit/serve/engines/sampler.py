@@ -1,7 +1,7 @@
 """The sampler: the next token of every row of a batch, with its own request's parameters and seed.
 
 Used by plain_step.py and recorded.py. kernels/sampling.py draws; here are penalties, bias, grammars and log
-probabilities, which need to know what a sequence has said so far. R rows, V vocabulary.
+probabilities, which depend on the tokens a sequence has generated so far. R rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LEAST_LOGPROB = -9999.0  # as OpenAI's; JSON has no minus infinity
 
 @dataclass(frozen=True)
 class SamplerRow:
-    """What the sampler needs to know of a sequence."""
+    """What the sampler reads of a sequence."""
 
     prompt: Sequence[int]
     generated: Sequence[int]
@@ -36,7 +36,7 @@ class SamplerRow:
 def sample(logits: torch.Tensor, rows: Sequence[SamplerRow]) -> list[Token | None]:
     """logits [R, V] -> a token a row; None where the logits are not finite, or no token fits a row's grammar.
 
-    A seed's tokens are the same in any company: a row is drawn by a number of its own seed and its token's place.
+    A seed's tokens are the same in any batch: a row is drawn by a number from its own seed and its token's place.
     """
     scores = logits
     special = [k for k, row in enumerate(rows) if not row.sampling.plain]
@@ -53,8 +53,8 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplerRow]) -> list[Token | Non
             _apply_min_p(scores[k], rows[k])
     places = torch.tensor([len(row.prompt) + len(row.generated) for row in rows], device=logits.device)
     ids = draw(scores, draw_params(rows, logits.device), places).tolist()
-    told = _logprobs(logits, rows, ids)
-    return [told.get(k) or Token(id) if id >= 0 else None for k, id in enumerate(ids)]
+    logprobs = _logprobs(logits, rows, ids)
+    return [logprobs.get(k) or Token(id) if id >= 0 else None for k, id in enumerate(ids)]
 
 
 def draw_numbers(params: SamplingParams, vocab: int, seed: int) -> tuple[tuple[float, float], tuple[int, int, int]]:
@@ -62,16 +62,16 @@ def draw_numbers(params: SamplingParams, vocab: int, seed: int) -> tuple[tuple[f
     return (0.0 if params.greedy else params.temperature, params.top_p), (params.top_k, vocab, seed)
 
 
-def params_of(heats: torch.Tensor, counts: torch.Tensor) -> DrawParams:
+def params_of(floats: torch.Tensor, integers: torch.Tensor) -> DrawParams:
     """fp32 [R, 2] and int64 [R, 3] of draw_numbers."""
-    temperature, top_p = heats.unbind(1)
-    top_k, vocab, seed = counts.unbind(1)
+    temperature, top_p = floats.unbind(1)
+    top_k, vocab, seed = integers.unbind(1)
     return DrawParams(*(t.contiguous() for t in (temperature, top_p, top_k, vocab, seed)))
 
 
 def draw_params(rows: Sequence[SamplerRow], device: torch.device) -> DrawParams:
-    heats, counts = zip(*(draw_numbers(row.sampling, row.vocab, row.seed) for row in rows))
-    return params_of(torch.tensor(heats, device=device), torch.tensor(counts, device=device))
+    floats, integers = zip(*(draw_numbers(row.sampling, row.vocab, row.seed) for row in rows))
+    return params_of(torch.tensor(floats, device=device), torch.tensor(integers, device=device))
 
 
 def _apply_penalties(scores: torch.Tensor, row: SamplerRow) -> None:
@@ -106,18 +106,18 @@ def _apply_min_p(scores: torch.Tensor, row: SamplerRow) -> None:
 
 def _allowed_by_grammar(rows: Sequence[SamplerRow], size: int, device: torch.device) -> torch.Tensor:
     """bool [rows, V]; tokens of the model beyond the tokenizer's are not allowed."""
-    words = np.zeros((len(rows), -(-size // 32)), dtype=np.int32)
+    bitmasks = np.zeros((len(rows), -(-size // 32)), dtype=np.int32)
     for k, row in enumerate(rows):
         assert row.matcher is not None
-        mask = row.matcher.allowed(row.generated)[: words.shape[1]]
-        words[k, : len(mask)] = mask
-    sent = torch.from_numpy(words).to(device)
+        mask = row.matcher.allowed(row.generated)[: bitmasks.shape[1]]
+        bitmasks[k, : len(mask)] = mask
+    sent = torch.from_numpy(bitmasks).to(device)
     bits = torch.arange(32, dtype=torch.int32, device=device)
     return ((sent[:, :, None] >> bits) & 1).bool().flatten(1)[:, :size]
 
 
 def _logprobs(logits: torch.Tensor, rows: Sequence[SamplerRow], ids: Sequence[int]) -> dict[int, Token]:
-    """Of the rows that ask: the model's own chances, before temperature and penalties."""
+    """Of the rows that request them: the model's own probabilities, before temperature and penalties."""
     out = {}
     for k, row in enumerate(rows):
         most = row.sampling.logprobs

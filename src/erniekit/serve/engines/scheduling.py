@@ -52,14 +52,14 @@ class SequenceScheduler:
                 self.recorded.join(new)
         open_ends = [run for run in self._running if run.left > 0 and run.length < self.limits.length]
         if self._launched and any(needs_history(run) for run in open_ends):
-            return [], 1  # what is on its way is read first
+            return [], 1  # what is in flight is read first
         steps = self._burst(open_ends)
         budget = self.limits.tokens
         ends: dict[RunningSequence, int] = {}
         for run in sorted(in_turn(open_ends), key=lambda run: run.length - run.cached > 1):
             todo = run.length - run.cached
             count = steps if run.placed else todo if todo == 1 else min(todo, budget)
-            if run in self._running and count > 0 and self._room(run, run.cached + count, ends):
+            if run in self._running and count > 0 and self._reserve_blocks(run, run.cached + count, ends):
                 ends[run] = run.cached + count
                 budget -= 0 if run.placed else count
         return [
@@ -77,7 +77,7 @@ class SequenceScheduler:
 
     def _admit(self, new: RunningSequence) -> bool:
         """Whether it can run now. Those of clients and requests that hold more than their share wait again for it."""
-        left, free, blocks = list(self._running), self.cache.room, self.cache.blocks_for(len(new.ids))
+        left, free, blocks = list(self._running), self.cache.free_blocks, self.cache.blocks_for(len(new.ids))
         # One block is reserved for each that runs: a sequence evicted right after its prompt computed for nothing.
         while left and (len(left) >= self.limits.sequences or blocks + len(left) > free):
             victim = over_share(new, left)
@@ -91,7 +91,7 @@ class SequenceScheduler:
             self._put_back(victim)
         return True
 
-    def _room(self, run: RunningSequence, length: int, planned: dict[RunningSequence, int]) -> bool:
+    def _reserve_blocks(self, run: RunningSequence, length: int, planned: dict[RunningSequence, int]) -> bool:
         """Blocks for a sequence; others wait again if there are none."""
         while not self.cache.grow(run.table, length):
             victim = youngest_of_largest(self._running)
@@ -117,6 +117,6 @@ class SequenceScheduler:
         self.cache.release(run.table)
 
     def _keep(self, run: RunningSequence) -> None:
-        """What it has computed is known to who begins alike."""
+        """Shares its computed blocks with sequences that begin with the same tokens."""
         if run.job.vision is None:
             self.cache.keep(run.ids[: run.cached], run.job.prefix_key, run.table)

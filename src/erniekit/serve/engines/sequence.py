@@ -26,11 +26,11 @@ class RunningSequence:
     slot: int = -1  # its row of the step's state
     ahead: int = 0  # tokens that are launched and not read
     placed: bool = False  # its last token is in the state
-    epoch: int = 0  # how often it was put back: what was launched before is no longer its own
-    preempted: bool = False  # it has made room for another request once, and does not again
+    epoch: int = 0  # how often it was preempted: what was launched before is no longer its own
+    preempted: bool = False  # it was preempted for another request once, and is not again
     features: FeatureReader | None = None  # of the pictures in its prompt
     matcher: TokenMatcher | None = None  # of its grammar
-    pooled: PooledStates | None = None  # of a prompt whose states are asked for
+    pooled: PooledStates | None = None  # of a prompt whose pooled states are requested
 
     @property
     def job(self) -> GenerationJob:

@@ -1,4 +1,4 @@
-"""What steps that are launched ahead share on the device: each running sequence's last token, place, blocks and wishes.
+"""What steps launched ahead share on the device: each running sequence's last token, place, blocks and sampling.
 
 Used by recorded.py. A sequence has a slot, a row of every tensor here, whose address never changes. The device moves
 tokens and places on by itself; the host keeps a copy of everything but the tokens, writes what changes into it, and
@@ -56,19 +56,19 @@ class StepState:
         self.free = list(range(slots - 1, -1, -1))
         self.tokens = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self.numbers = Sent((slots + 1, TABLE + blocks), torch.int32, device, pinned)
-        self.heats = Sent((slots + 1, 2), torch.float32, device, pinned)
-        self.counts = Sent((slots + 1, 3), torch.int64, device, pinned)
+        self.floats = Sent((slots + 1, 2), torch.float32, device, pinned)
+        self.integers = Sent((slots + 1, 3), torch.int64, device, pinned)
         self.models = Sent((slots + 1,), torch.int64, device, pinned)
         self.numbers.here[slots, TABLE:] = spare
-        self.counts.here[slots, 1] = 1
+        self.integers.here[slots, 1] = 1
 
     @property
     def tables(self) -> torch.Tensor:
         return self.numbers.there[:, TABLE:]
 
-    def set_wishes(self, slot: int, heats: tuple[float, float], counts: tuple[int, int, int]) -> None:
-        self.heats.here[slot], self.counts.here[slot] = heats, counts
-        self.heats.changed = self.counts.changed = True
+    def set_sampling(self, slot: int, floats: tuple[float, float], integers: tuple[int, int, int]) -> None:
+        self.floats.here[slot], self.integers.here[slot] = floats, integers
+        self.floats.changed = self.integers.changed = True
 
     def set_model(self, slot: int, number: int) -> None:
         self.models.here[slot] = number
@@ -88,6 +88,6 @@ class StepState:
 
     def send(self) -> None:
         self.numbers.send()
-        self.heats.send()
-        self.counts.send()
+        self.floats.send()
+        self.integers.send()
         self.models.send()

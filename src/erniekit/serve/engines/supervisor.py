@@ -1,4 +1,4 @@
-"""Runs one command and ends it, and all it has started, when asked to or when the process that asked for it is gone.
+"""Runs one command and ends it, and all it has started, on request or when the process that started it is gone.
 
 Started by external.py as `python supervisor.py GRACE COMMAND ...` with a pipe as its standard input: the pipe closes
 however the other side dies, kill -9 included. Imports nothing of erniekit: it starts at once and outlives everything.
@@ -15,18 +15,18 @@ import time
 
 
 def main(grace: float, command: list[str]) -> int:
-    asked = threading.Event()
+    stop_requested = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: asked.set())
+        signal.signal(number, lambda *_: stop_requested.set())
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
     def watch() -> None:
         while os.read(0, 1024):
             pass
-        asked.set()
+        stop_requested.set()
 
     threading.Thread(target=watch, daemon=True).start()
-    while child.poll() is None and not asked.wait(0.2):
+    while child.poll() is None and not stop_requested.wait(0.2):
         pass
     if child.poll() is None:
         child.terminate()

@@ -2,7 +2,7 @@
 
 Made by serve/vision_prompt.py, used by paged.py (positions, modality) and embedded.py (features). A unit is what the
 tower can look at by itself: a picture, or the pair of frames of a video that becomes one. A step computes the units its
-tokens show and no others, so that a long video does not hold up those who decode.
+tokens show and no others, so that a long video does not delay sequences that decode.
 V vision tokens of a prompt, H hidden.
 """
 
@@ -47,7 +47,7 @@ class PromptMedium:
 
 @dataclass(frozen=True, eq=False)
 class PromptVision:
-    """What a prompt with pictures has beside its ids."""
+    """What a prompt with pictures has besides its ids."""
 
     positions: np.ndarray  # [n, 3]: t, h, w
     modality: np.ndarray  # uint8 [n], 0 is text

@@ -8,7 +8,7 @@ from pathlib import Path
 from erniekit.extras import install_command
 from erniekit.serve.engines.engine_program import DTYPES, EngineProgram, Target
 
-PARSERS = {"ernie-45-vl": "ernie45"}  # FastDeploy's words, and its own
+PARSERS = {"ernie-45-vl": "ernie45"}  # FastDeploy's name, and vLLM's
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # those it has kernels for
 
 

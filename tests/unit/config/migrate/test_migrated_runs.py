@@ -217,7 +217,7 @@ def test_a_recipe_of_paddleformers_turns_recompute_on_in_its_own_way(migrate):
 
 @pytest.mark.parametrize("text", ["", "echo hello\n", "python other.py --x 1\n", "# erniekit train x.yaml\n"])
 def test_a_script_that_starts_no_run_is_refused(migrate, text):
-    with pytest.raises(ConfigError, match="starts no training"):
+    with pytest.raises(ConfigError, match="starts no known training program"):
         migrate(text)
 
 

@@ -28,7 +28,7 @@ from erniekit.data.media.place import MediaPlace
 from erniekit.data.media.worker import MediaPool, MediaWorker
 from erniekit.data.vision.layout import seen
 from erniekit.data.vision.rules import VisionRules
-from erniekit.data.vision.said import GivenMedium
+from erniekit.data.vision.vision_row import GivenMedium
 from support.media_work import Compute
 from support.seen import LIMITS, MEDIA
 
@@ -40,21 +40,21 @@ def header_of(name: str, video: bool = False, limits: MediaLimits = LIMITS) -> R
 def test_a_hung_decoder_is_cut_off_in_time_and_the_next_medium_is_read() -> None:
     limits = MediaLimits(timeout=1)
     with MediaPool(1, limits) as pool:
-        assert pool.ask(header_of("a.png"), "a.png").width == 133
+        assert pool.run(header_of("a.png"), "a.png").width == 133
         os.kill(pool.workers[0].pid, signal.SIGSTOP)
         began = time.monotonic()
         with pytest.raises(MediaError, match=r"v.mp4: nothing was read for 1 s") as hung:
-            pool.ask(header_of("v.mp4", True), "v.mp4")
+            pool.run(header_of("v.mp4", True), "v.mp4")
         assert hung.value.kind == "timeout"
         assert time.monotonic() - began < 5
-        assert pool.ask(header_of("v.mp4", True), "v.mp4").frames == 24
+        assert pool.run(header_of("v.mp4", True), "v.mp4").frames == 24
     assert MediaLimits().timeout < 10
 
 
 def test_a_decoder_that_a_busy_machine_keeps_waiting_is_not_hung_and_one_that_computes_for_ever_is() -> None:
     limits = MediaLimits(timeout=0.5)
     with MediaPool(1, limits) as pool, ExitStack() as stack:
-        pool.ask(header_of("a.png"), "a.png")
+        pool.run(header_of("a.png"), "a.png")
         busy = {min(os.sched_getaffinity(0))}
         os.sched_setaffinity(pool.workers[0].pid, busy)
         for _ in range(4):
@@ -63,29 +63,29 @@ def test_a_decoder_that_a_busy_machine_keeps_waiting_is_not_hung_and_one_that_co
             stack.callback(other.kill)
             os.sched_setaffinity(other.pid, busy)
         began = time.monotonic()
-        assert pool.ask(Compute(0.3), "slow.mp4") >= 0.3
+        assert pool.run(Compute(0.3), "slow.mp4") >= 0.3
         assert time.monotonic() - began > limits.timeout
     with MediaPool(1, limits) as pool, pytest.raises(MediaError, match="nothing was read") as hung:
-        pool.ask(Compute(600), "hung.mp4")
+        pool.run(Compute(600), "hung.mp4")
     assert hung.value.kind == "timeout"
 
 
 def test_a_decoder_that_dies_is_told_and_replaced() -> None:
     with MediaPool(1, LIMITS) as pool:
-        pool.ask(header_of("a.png"), "a.png")
+        pool.run(header_of("a.png"), "a.png")
         os.kill(pool.workers[0].pid, signal.SIGKILL)
         with pytest.raises(MediaError, match="ended"):
-            pool.ask(header_of("a.png"), "a.png")
-        assert pool.ask(header_of("a.png"), "a.png").height == 153
+            pool.run(header_of("a.png"), "a.png")
+        assert pool.run(header_of("a.png"), "a.png").height == 153
 
 
 def test_a_long_video_that_makes_progress_is_not_hung_yet_has_a_bound() -> None:
     worker = MediaWorker()
     try:
         work = ReadPatches(Medium((MediaPlace(str(MEDIA / "long.mp4")),), (80, 16, 16), True, tuple(range(80))), LIMITS)
-        assert worker.ask(work, MediaLimits(timeout=0.9), "long.mp4").shape == (80 * 256, 588)
+        assert worker.run(work, MediaLimits(timeout=0.9), "long.mp4").shape == (80 * 256, 588)
         with pytest.raises(MediaError, match=r"not read within 0\.0001 s"):
-            worker.ask(work, MediaLimits(timeout=5, total=0.0001), "long.mp4")
+            worker.run(work, MediaLimits(timeout=5, total=0.0001), "long.mp4")
     finally:
         worker.stop()
 
@@ -142,18 +142,18 @@ def test_a_hostile_file_is_refused_within_half_a_second_and_little_memory(name: 
     path.write_bytes(content)
     limits = MediaLimits(frames=5000)
     with MediaPool(1, limits) as pool:
-        pool.ask(header_of("v.mov", True), "v.mov")
-        pool.ask(header_of("a.png"), "a.png")
+        pool.run(header_of("v.mov", True), "v.mov")
+        pool.run(header_of("a.png"), "a.png")
         process = psutil.Process(pool.workers[0].pid)
         before = process.memory_info().rss
 
         def ask(given: GivenMedium, index: int) -> MediaHeader:
-            return pool.ask(ReadHeader(given.sources[index], video, limits), "x.png")
+            return pool.run(ReadHeader(given.sources[index], video, limits), "x.png")
 
         began, found = time.monotonic(), ""
         try:
             [one] = seen([GivenMedium((MediaPlace(str(path)),), video)], VisionRules(limits=limits), ask)
-            pool.ask(ReadPatches(one.medium, limits), "x.png")
+            pool.run(ReadPatches(one.medium, limits), "x.png")
         except MediaError as error:
             found = error.kind
         assert found == kind
@@ -170,7 +170,7 @@ def test_a_playlist_opens_no_connection_and_no_other_file(tmp_path: Path) -> Non
         ):
             work = ReadHeader(MediaPlace(content=content.encode(), label="list"), True, LIMITS)
             with pytest.raises(MediaError) as refused:
-                pool.ask(work, "list")
+                pool.run(work, "list")
             assert refused.value.kind == "bad_video"
         assert not select.select([server], [], [], 0)[0]
 

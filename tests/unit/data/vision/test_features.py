@@ -14,7 +14,7 @@ import torch
 
 from erniekit.data.media.decode import Medium
 from erniekit.data.media.place import MediaPlace
-from erniekit.data.vision.features import FeatureShape, FeatureStore, key_of, make_room
+from erniekit.data.vision.features import FeatureShape, FeatureStore, free_space, key_of
 
 MEDIUM = Medium((MediaPlace("a.png"),), (1, 4, 6), digests=("aa",))
 SHAPE = FeatureShape(8, torch.float32)
@@ -94,7 +94,7 @@ def test_a_kill_between_writing_and_renaming_leaves_no_entry_and_the_rest_is_cle
     assert done.returncode == -signal.SIGKILL
     assert len(list(tmp_path.rglob("*.tmp-*"))) == 1
     assert store(tmp_path).read(MEDIUM) is None
-    make_room(tmp_path, 1 << 20, 0, "tower")
+    free_space(tmp_path, 1 << 20, 0, "tower")
     assert not list(tmp_path.rglob("*.tmp-*"))
 
 
@@ -110,7 +110,7 @@ def test_room_is_made_of_other_towers_oldest_files_alone(tmp_path: Path) -> None
     theirs.parent.mkdir(exist_ok=True)
     theirs.write_bytes(bytes(10 * size))
     os.utime(theirs, (0, 0))
-    assert make_room(tmp_path, limit=4 * size, needed=size, keep="tower") == size
+    assert free_space(tmp_path, limit=4 * size, needed=size, keep="tower") == size
     assert theirs.exists()
     assert [old.read(medium) is not None for medium in media] == [False, True, True]
     assert own.read(MEDIUM) is not None

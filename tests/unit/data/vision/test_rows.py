@@ -13,8 +13,8 @@ from erniekit.data.vision.pairs import read_vision_pair
 from erniekit.data.vision.read import read_vision_row
 from erniekit.data.vision.rows import read_info_row, rewritten_table
 from erniekit.data.vision.rules import TEMPLATES
-from erniekit.data.vision.said import media_in
 from erniekit.data.vision.template import VisionRenderer
+from erniekit.data.vision.vision_row import media_in
 from support.seen import tokenizer
 
 HERE = Path("/data")

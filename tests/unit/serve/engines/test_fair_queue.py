@@ -255,7 +255,7 @@ def test_a_large_request_that_is_cancelled_leaves_nothing_behind(engine: Embedde
     asyncio.run(asyncio.wait_for(go(), 60))
     load = engine.load()
     assert (load.waiting, load.cache_used) == (0, 0)
-    assert engine.cache.room == engine.cache.blocks
+    assert engine.cache.free_blocks == engine.cache.blocks
     assert not engine._waiting._served, "no client is remembered"
 
 

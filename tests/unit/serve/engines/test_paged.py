@@ -45,7 +45,7 @@ def test_a_block_is_free_for_others_only_when_its_last_holder_has_left(cache: Pa
     first, second = filled(cache, list(range(8))), []
     cache.share(list(range(9)), "m", second)
     cache.release(first)
-    assert cache.room == 4
+    assert cache.free_blocks == 4
     assert not cache.grow([], 5 * 4)
     cache.release(second)
     assert cache.used == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from erniekit.recipes.changed_words import BASE, MODEL_CONFIG, TRAIN_DATA, changed_words, content_letters
+from erniekit.recipes.changes import BASE, MODEL_CONFIG, TRAIN_DATA, content_letters, describe_changes
 
 OLD = {"seed": 1, TRAIN_DATA: ["9f31aa", "07bc11"], BASE: "5d41402a", MODEL_CONFIG: "7d793037"}
 OTHER = "has other content, or its share or the tokenizer changed"
@@ -24,7 +24,7 @@ FILES = ("a.jsonl", "b.jsonl")
     ],
 )  # fmt: skip
 def test_each_change_is_a_line_without_a_digest(now: dict[str, object], words: str | None):
-    assert changed_words(OLD, now, FILES) == ([words] if words else [])
+    assert describe_changes(OLD, now, FILES) == ([words] if words else [])
 
 
 def test_contents_of_ranks_are_told_apart_by_letters():

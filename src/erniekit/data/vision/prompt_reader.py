@@ -39,7 +39,7 @@ class PromptReader:
         """DataError, in one line, where a message or a picture cannot be used."""
         try:
             prompt = self._assembler.prompt(read_prompt(messages, self.folder), self._header, thinking)
-            patches = [self.pool.ask(ReadPatches(m, self.rules.limits), m.places[0].name) for m in prompt.media.sources]
+            patches = [self.pool.run(ReadPatches(m, self.rules.limits), m.places[0].name) for m in prompt.media.sources]
         except (BadRow, MediaError) as error:
             raise DataError(
                 error.reason, where="messages", fix="send PNG, JPEG or WebP pictures as data: URLs"

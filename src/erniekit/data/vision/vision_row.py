@@ -1,4 +1,4 @@
-"""A row as messages and media. Content is text with marks in it: where a medium stands, and where ERNIEKit's rows
+"""A row as messages and media. Content is text with marks in it: where a medium is, and where ERNIEKit's rows
 divide one text from the next (its tokens depend on that).
 
 Filled by rows.py and chat_rows.py, rendered by template.py.
@@ -25,8 +25,8 @@ class GivenMedium:
     sources: tuple[MediaPlace, ...]
     video: bool = False
     stamps: tuple[float, ...] = ()  # of frames given as pictures
-    frames: tuple[int, ...] = ()  # the row says which
-    declared: tuple[int, int] | None = None  # width and height that the row claims; ERNIEKit believes it
+    frames: tuple[int, ...] = ()  # the row sets which
+    declared: tuple[int, int] | None = None  # width and height that the row claims; ERNIEKit relies on it
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class VisionRow:
     messages: tuple[ChatMessage, ...]
     media: tuple[GivenMedium, ...]
     unused: tuple[str, ...] = ()
-    all_trained: bool = False  # whatever the template says: ERNIEKit's rows with video
-    thinks: bool | None = None  # some answer does, where the messages do not show it
-    prefix: str = ""  # put before the last answer, which alone is trained then
+    all_trained: bool = False  # whatever the template has: ERNIEKit's rows with video
+    reasoning: bool | None = None  # some answer does, where the messages do not show it
+    prefix: str = ""  # put before the last answer, the only one trained then
 
 
 def mark(number: int) -> str:

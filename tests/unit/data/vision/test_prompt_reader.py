@@ -13,8 +13,8 @@ import pytest
 from erniekit.data.media.frames import FrameRules
 from erniekit.data.media.worker import MediaPool
 from erniekit.data.types import IGNORE
-from erniekit.data.vision.asked import PromptReader
 from erniekit.data.vision.job import open_vision_source
+from erniekit.data.vision.prompt_reader import PromptReader
 from erniekit.data.vision.proof import STAGES, first_difference, proof_of
 from erniekit.data.vision.rules import VisionRules
 from erniekit.errors import DataError

@@ -1,6 +1,6 @@
 """A training run in a process of its own, killed with SIGKILL between two checkpoints and then started again.
 
-Used by recipes/demo.py. The process is the real `erniekit train`, with the words a person would type.
+Used by recipes/demo.py. The process is the real `erniekit train`, with the arguments a person would type.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from erniekit.track import jsonl
 POLL_S = 0.01  # a step of the tiny model takes several of these
 
 
-class Victim:
-    def __init__(self, words: list[str], output: Path, log: Path) -> None:
-        self.words, self.output, self.log = words, output, log
+class KilledRun:
+    def __init__(self, arguments: list[str], output: Path, log: Path) -> None:
+        self.arguments, self.output, self.log = arguments, output, log
         self.killed_at = 0  # the last step it had logged
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> subprocess.Popen[bytes]:
         with self.log.open("a", encoding="utf-8") as log:
-            print(f"$ {typed(*self.words)}", file=log, flush=True)
-            command = [sys.executable, "-m", "erniekit", *self.words]
+            print(f"$ {typed(*self.arguments)}", file=log, flush=True)
+            command = [sys.executable, "-m", "erniekit", *self.arguments]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             self._process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
         return self._process

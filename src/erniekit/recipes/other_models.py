@@ -1,4 +1,4 @@
-"""Models that a run keeps beside the one it trains, in numbers: a live reference and a teacher.
+"""Models that a run keeps besides the one it trains, in numbers: a live reference and a teacher.
 
 Called by planning.py, memory_decisions.py and rehearsal.py; nothing is downloaded, and no weight is read.
 """
@@ -33,7 +33,7 @@ def forwards(cfg: RunConfig) -> int:
     return 1 + 2 * live if cfg.train.stage == "KTO" else int(live)
 
 
-def spread_over_data_alone(cfg: RunConfig) -> bool:
+def spread_over_data_only(cfg: RunConfig) -> bool:
     """As config/rules/stages.py refuses all other axes."""
     return cfg.train.stage in SCORE_KEYS or bool(cfg.distill.teacher_model_name_or_path)
 
@@ -57,7 +57,7 @@ def teacher_of(cfg: RunConfig) -> DecoderConfig | None:
     return config
 
 
-def bytes_beside(cfg: RunConfig, model: DecoderConfig, each: int = 2) -> float:
+def other_model_bytes(cfg: RunConfig, model: DecoderConfig, each: int = 2) -> float:
     """Weights of all of them on one device; each: bytes of a number."""
     teacher = teacher_of(cfg)
     own = model.parameters() if live_copy(cfg) else 0

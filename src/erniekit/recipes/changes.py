@@ -1,4 +1,4 @@
-"""What changed between two runs, in words: contents are compared by digests, which say nothing to a reader.
+"""Describes what changed between two runs: contents are compared by digests, which mean nothing to a reader.
 
 Called by resume.py (a checkpoint against this run) and same_run.py (ranks against each other).
 """
@@ -21,7 +21,7 @@ _SINCE = {
 }
 
 
-def changed_words(saved: Mapping[str, Any], now: Mapping[str, Any], files: Sequence[str]) -> list[str]:
+def describe_changes(saved: Mapping[str, Any], now: Mapping[str, Any], files: Sequence[str]) -> list[str]:
     """A line for everything that both have and that differs. `files`: the names of this run's training files."""
     return [_line(key, saved[key], now[key], files) for key in now if key in saved and saved[key] != now[key]]
 
