@@ -94,6 +94,17 @@ def chromium(width: int = 1440, height: int = 900) -> Iterator[Any]:
             browser.close()
 
 
+@contextmanager
+def another_browser(context: Any) -> Iterator[Any]:
+    """As that of another person: nothing that the first one stores is known to it."""
+    other = context.browser.new_context(viewport={"width": 1440, "height": 900}, reduced_motion="reduce")
+    try:
+        other.set_default_timeout(PATIENCE_S * 1000)
+        yield other
+    finally:
+        other.close()
+
+
 class Hands:
     """What a person does on the page. Fields are named as their keys are: `train-learning_rate`."""
 

@@ -30,6 +30,7 @@ from erniekit.net.address import ADDRESS_VARIABLE, KEY_VARIABLE
 from erniekit.webui import forms, process
 from erniekit.webui.job_log import LogPart, read_log
 from erniekit.webui.paths import KEY_FILE, Roots
+from erniekit.webui.private_files import append, create, private_folder, read_secret, replace_text
 from erniekit.webui.recipe_files import MAX_RECIPE
 
 State = Literal["running", "ended", "failed", "stopped", "lost"]
@@ -99,8 +100,7 @@ class Jobs:
     def __init__(self, root: str | Path, roots: Roots | None = None, launch: Launch | None = None) -> None:
         """`root`: where jobs are kept; `roots`: where paths of recipes may lie, besides."""
         self.root = Path(os.path.realpath(root))
-        self.folder = self.root / "jobs"
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder = private_folder(private_folder(self.root) / "jobs")
         self.base = roots or Roots()
         self.roots = self.base.with_folder(self.root)
         self._launch = launch or partial(start_process, roots=self.roots)
@@ -124,7 +124,7 @@ class Jobs:
             output = str(values.get("output_dir") or "")
             self._refuse_shared(word, output)
             self._refuse_many()
-            folder.mkdir()
+            private_folder(folder)
             OwnedFiles(folder).open("job").claim(*JOB_FILES)
             argv = [sys.executable, "-m", "erniekit", word, str(folder / "recipe.yaml")]
             now = time.time()
@@ -132,7 +132,8 @@ class Jobs:
             job = WebJob(id, word, _label(who), argv, now, now, output, folder=str(folder), page=page)
             self._write_recipe(job, values)
             if word == "server":
-                write_secret(folder / KEY_FILE, secrets.token_urlsafe(24))
+                with create(folder / KEY_FILE) as file:
+                    file.write(secrets.token_urlsafe(24).encode())
             return self._run(job)
 
     def stop(self, id: str, force: bool = False) -> WebJob:
@@ -222,7 +223,7 @@ class Jobs:
             return ""
 
     def server_key(self, id: str) -> str:
-        return _read_secret(Path(self.get(id).folder) / KEY_FILE)
+        return read_secret(Path(self.get(id).folder) / KEY_FILE)
 
     # ---- inside
 
@@ -245,7 +246,7 @@ class Jobs:
 
     def _run(self, job: WebJob) -> WebJob:
         """Under the lock. What is known is on disk before the process is, so that it cannot be lost unseen."""
-        (Path(job.folder) / "command.txt").write_text(job.command + "\n", encoding="utf-8")
+        replace_text(Path(job.folder) / "command.txt", job.command + "\n")
         self._write(job)
         try:
             child = self._launch(job.argv, job.log, self.base.folders[0])
@@ -279,11 +280,11 @@ class Jobs:
 
     def _write_recipe(self, job: WebJob, values: dict[str, Any]) -> None:
         text = forms.to_yaml(values, forms.page_of(job.word, values))
-        _replace(job.recipe, text)
+        replace_text(job.recipe, text)
 
     def _write(self, job: WebJob) -> None:
         stored = {name: value for name, value in asdict(job).items() if name != "folder"}
-        _replace(self.folder / job.id / "job.json", json.dumps(stored, indent=1, ensure_ascii=False) + "\n")
+        replace_text(self.folder / job.id / "job.json", json.dumps(stored, indent=1, ensure_ascii=False) + "\n")
 
     def _read(self, id: str) -> WebJob | None:
         try:
@@ -297,9 +298,9 @@ def start_process(argv: list[str], log: Path, folder: Path, roots: Roots) -> sub
     """A session of its own: neither the page's end nor Ctrl-C in its terminal reaches it."""
     env = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE} | roots.environment
     env |= {"PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
-    if key := _read_secret(log.with_name(KEY_FILE)):  # never an argument: those are seen by every account
+    if key := read_secret(log.with_name(KEY_FILE)):  # never an argument: those are seen by every account
         env |= {KEY_VARIABLE: key, ADDRESS_VARIABLE: str(log.with_name(ADDRESS_FILE))}
-    with log.open("ab") as out:
+    with append(log) as out:
         return subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=folder, env=env, start_new_session=True
         )
@@ -342,21 +343,3 @@ def _story(path: Path, since: float) -> str:
 
 def _label(who: str) -> str:
     return "".join(c for c in str(who) if c.isprintable())[:80]
-
-
-def write_secret(path: Path, text: str) -> None:
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
-
-
-def _read_secret(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        return ""
-
-
-def _replace(path: Path, text: str) -> None:
-    part = path.with_name(f".{path.name}.{secrets.token_hex(3)}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)

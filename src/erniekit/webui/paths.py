@@ -17,6 +17,7 @@ from erniekit.config.field import PathKind
 from erniekit.config.flat import KEYS as DECLARED
 from erniekit.errors import ConfigError
 from erniekit.files.media_folders import FOLDERS_VARIABLE
+from erniekit.printable import public
 from erniekit.webui.contents import bases_named, file_lines, links_in, token_files
 
 MAX_LENGTH = 1024  # of a whole path: longer ones are no typed path
@@ -230,6 +231,12 @@ def _check_text(text: str, key: str) -> None:
         raise PathError(f"{key} is empty", where=key, fix="name a file or folder")
     if any(ord(c) < 32 or ord(c) == 127 for c in text):
         raise PathError(f"{key} holds a control character", where=key, fix="type the path again")
+    if "://" in text:  # as a path it would name a folder of this machine
+        raise PathError(
+            f"{key} is an address: {_short(public(text))}",
+            where=key,
+            fix="download it into a folder of this page, or start the run on the command line",
+        )
     too_long = len(os.fsencode(text)) > MAX_LENGTH or any(len(os.fsencode(p)) > MAX_NAME for p in text.split("/"))
     if too_long:
         raise PathError(f"{key} is longer than a path can be", where=key, fix=f"at most {MAX_LENGTH} bytes")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -20,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from erniekit.errors import ConfigError
+from erniekit.printable import public
 from erniekit.webui import forms
+from erniekit.webui.forms import FormProblem
 from erniekit.webui.job_log import plain
 from erniekit.webui.jobs import TOKEN_VARIABLE
 from erniekit.webui.paths import Roots
@@ -32,7 +33,6 @@ VISION_KEYS = (
 )  # fmt: skip
 PREVIEW_S, DOCTOR_S = 60.0, 300.0
 MAX_OUTPUT = 4 * 2**20  # bytes
-_THUMBNAIL = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/=]+")
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,6 @@ class PreviewMedium:
     frames: int = 1
     thumbnail: str = ""  # a data: URL of a JPEG
 
-    @property
-    def html(self) -> str:
-        """Escaped. Nothing but a picture in base64 is put into the page."""
-        frames = f", {self.frames} frames" if self.frames > 1 else ""
-        told = f"{self.kind} {self.name}: {self.size[0]} x {self.size[1]}{frames}, {self.tokens:,} tokens"
-        image = f'<img src="{self.thumbnail}" alt="">' if _THUMBNAIL.fullmatch(self.thumbnail) else ""
-        return f'<figure class="ek-medium">{image}<figcaption>{escape(told)}</figcaption></figure>'
-
 
 @dataclass(frozen=True)
 class PreviewRow:
@@ -80,15 +72,7 @@ class PreviewRow:
         """Escaped; trained tokens are <mark>, those of a rejected answer <mark class="rejected">."""
         if self.problem:
             return f'<span class="bad-row">{escape(self.problem)}</span>'
-        text = "".join(_marked(p) for p in self.pieces).replace("\n", "<br>")
-        return "".join(medium.html for medium in self.media) + text
-
-    @property
-    def head(self) -> str:
-        """Where it stands, how much of it is trained, which fields are not used; escaped."""
-        told = [f"{Path(self.file).name}:{self.line}", *([] if self.problem else [f"{self.trained}/{self.tokens}"])]
-        told += [f"fields not used: {', '.join(self.unused)}"] if self.unused else []
-        return " &middot; ".join(map(escape, told))
+        return "".join(_marked(p) for p in self.pieces).replace("\n", "<br>")
 
 
 @dataclass(frozen=True)
@@ -99,16 +83,7 @@ class Preview:
     total: int = 0
     format: str = ""
     error: str = ""
-
-    @property
-    def html(self) -> str:
-        if self.error:
-            return f'<pre class="error">{escape(self.error)}</pre>'
-        lines = (
-            f'<div class="row"><div class="row-head">{row.head}</div><div class="row-text">{row.html}</div></div>'
-            for row in self.rows
-        )
-        return f'<div class="preview">{"".join(lines)}</div>'
+    problems: tuple[FormProblem, ...] = ()  # with the values: nothing was read
 
 
 @dataclass(frozen=True)
@@ -120,10 +95,6 @@ class Report:
     seconds: float = 0.0
     timed_out: bool = False
     lines: list[str] = field(default_factory=list)
-
-    @property
-    def html(self) -> str:
-        return f'<pre class="{"ok" if self.ok else "error"}">{escape(self.text)}</pre>'
 
 
 def preview(
@@ -142,20 +113,24 @@ def preview(
     kept = {name.replace("eval_", "train_", 1): value for name, value in kept.items()}
     problems = forms.check_alone(kept, roots)
     if not kept.get("train_dataset_path"):
-        return Preview(error=f"{which}_dataset_path must be given")
+        problems = [FormProblem(f"{which}_dataset_path", f"{which}_dataset_path must be given", "")]
     if problems:
-        return Preview(error="\n".join(map(str, problems)))
+        return _refused(*problems)
     try:
         recipe = forms.to_yaml(roots.settle(kept), page)
     except ConfigError as error:
-        return Preview(error=str(error))
+        return _refused(FormProblem("", error.what, error.fix))
     words = ["--json", "--from", str(max(0, int(start))), "--rows", str(min(100, max(1, int(count))))]
     done = run(["data", "preview"], recipe, timeout, words, roots)
     if done.timed_out:
-        return Preview(error=f"no answer within {timeout:.0f} s")
+        return _refused(FormProblem("", f"no answer within {timeout:.0f} s", "name smaller files"))
     if not done.ok:
         return Preview(error=done.text)
     return _parsed(done.text)
+
+
+def _refused(*problems: FormProblem) -> Preview:
+    return Preview(error="\n".join(map(str, problems)), problems=problems)
 
 
 def doctor(recipe: str, roots: Roots, timeout: float = DOCTOR_S) -> Report:
@@ -197,6 +172,7 @@ def run(
                 child.wait()
         out.seek(0)
         text = plain(out.read(MAX_OUTPUT).decode("utf-8", errors="replace")).strip().replace(str(file), "recipe.yaml")
+        text = public(text)
     return Report(child.returncode == 0 and not late, text, round(time.monotonic() - began, 2), late, text.splitlines())
 
 

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 
 from erniekit.config.flat import KEYS
+from erniekit.printable import public
 from erniekit.webui.translations import help_of, label_of
 
 _NUMBER = r"(?:, (?P<low>[-\w.]+) or more)?(?:,? (?:and )?(?P<high>[-\w.]+) or less)?"
@@ -25,6 +26,7 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
         "该 LoRA 的基座模型在本页面的目录之外：{path}",
     ),
     (r"(?P<key>\w+) does not exist: (?P<path>.*)", "不存在：{path}"),
+    (r"(?P<key>\w+) is an address: (?P<path>.*)", "是网络地址：{path}；页面只读取其目录中的文件"),
     (r"(?P<key>\w+) is empty", "不能为空"),
     (r"(?P<key>\w+) holds a control character", "含有控制字符"),
     (r"(?P<key>\w+) is (?P<value>.*); the page allows (?P<most>.*)", "为 {value}；页面最多允许 {most}"),
@@ -48,6 +50,7 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
     (r"the file has (?P<size>[\d,]+) bytes", "文件有 {size} 字节，太大"),
     (r"the file is too large for a message", "文件太大，无法随消息发送"),
     (r"the folder of uploads is full", "上传目录已满"),
+    (r"no answer within (?P<seconds>\d+) s", "{seconds} 秒内没有结果"),
     (r"the recipe is not UTF-8", "配置文件不是 UTF-8 编码"),
     (r"the recipe has more than (?P<count>[\d,]+) characters", "配置文件超过 {count} 个字符"),
     (r"the server does not answer: .*", "模型服务没有响应，请重新加载模型"),
@@ -61,8 +64,13 @@ _FIXES: tuple[tuple[str, str], ...] = (
         "请用 {folders} 中的路径，或以 root=DIR,DIR 启动页面",
     ),
     (r"choose one of the list, or check the path", "请从列表中选择，或检查路径"),
+    (
+        r"download it into a folder of this page, or start the run on the command line",
+        "请下载到本页面的目录中，或在命令行启动训练",
+    ),
     (r"stop it first", "请先停止它"),
     (r"choose it again", "请重新选择"),
+    (r"name smaller files", "请选择更小的文件"),
     (r"(?P<suffixes>(?:\.[a-z.]+ ?)+)", "支持：{suffixes}"),
 )
 _KNOWN = [(re.compile(pattern, re.DOTALL), text) for pattern, text in _PATTERNS]
@@ -79,7 +87,8 @@ class ProblemText:
 
 
 def problem_text(key: str, what: str, fix: str, lang: str) -> ProblemText:
-    """One problem in a language; `key` is the key it is about, or empty."""
+    """One problem in a language; `key` is the key it is about, or empty. Addresses in it are shown without secrets."""
+    what, fix = public(what), public(fix)
     if lang != "zh":
         return ProblemText(what.removeprefix(f"{key} ") if key else what, fix)
     found = _match(_KNOWN, what)

@@ -166,7 +166,12 @@ TRANSLATIONS: dict[str, tuple[str, str]] = {
     "tile.time": ("time", "用时"),
     "tile.left": ("time left", "剩余时间"),
     "watch.eval_loss": ("Evaluation loss", "评估损失"),
-    "data.tokens": ("tokens trained", "词元参与训练"),
+    "data.tokens": ("{trained} of {tokens} tokens trained", "{tokens} 个词元，其中 {trained} 个参与训练"),
+    "data.unused": ("fields not used: {names}", "未使用的字段：{names}"),
+    "data.picture": ("picture", "图片"),
+    "data.video": ("video", "视频"),
+    "data.frames": ("{count} frames", "{count} 帧"),
+    "data.media_tokens": ("{count} tokens", "{count} 个词元"),
     "runs.hint": (
         "Runs of this page, and those found in its folders. Click a name to open a run; tick two or more to compare.",
         "本页面启动的任务，以及在各目录中找到的运行。点击名称查看；勾选两个及以上可比较。",

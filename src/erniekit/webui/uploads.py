@@ -12,6 +12,7 @@ from pathlib import Path
 
 from erniekit.errors import DataError
 from erniekit.webui.limits import MAX_FILE
+from erniekit.webui.private_files import create, private_folder
 
 HOME = "erniekit-webui"  # the page's own folder, in the first root
 DATA, RECIPES = "data", "recipes"  # folders in it
@@ -40,14 +41,13 @@ def keep(file: str, kind: str, root: Path) -> Path:
     suffix = next((s for s in sorted(SUFFIXES[kind], key=len, reverse=True) if name.lower().endswith(s)), "")
     if not suffix or len(name) <= len(suffix):
         raise DataError(f"{source.name[:80]} is not a file of this kind", where="upload", fix=" ".join(SUFFIXES[kind]))
-    folder = root / kind
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = private_folder(root / kind)
     _check_room(folder, source)
     stem = name[: -len(suffix)]
     for number in range(1, MAX_FILES + 1):
         path = folder / (name if number == 1 else f"{stem}-{number}{suffix}")
         try:
-            with source.open("rb") as content, path.open("xb") as out:  # never over what is there
+            with source.open("rb") as content, create(path) as out:  # never over what is there
                 shutil.copyfileobj(content, out)
             return path
         except FileExistsError:

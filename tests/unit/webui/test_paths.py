@@ -117,9 +117,10 @@ def test_a_pattern_is_refused_as_it_may_match_links_that_lead_out(roots: Roots, 
         roots.settle_one("train_dataset_path", text)
 
 
-def test_a_url_is_a_path_inside_the_roots_and_never_fetched(roots: Roots) -> None:
-    (settled,) = roots.settle_one("train_dataset_path", "http://127.0.0.1:9/a.jsonl")
-    assert settled.startswith("/")
+@pytest.mark.parametrize("address", ["http://127.0.0.1:9/a.jsonl", "s3://bucket/a.jsonl", "file:///etc/passwd"])
+def test_an_address_is_refused_and_never_fetched(roots: Roots, address: str) -> None:
+    with pytest.raises(PathError, match="train_dataset_path is an address"):
+        roots.settle_one("train_dataset_path", address)
 
 
 @pytest.mark.parametrize("place", ["a", "a/b/c/d/e/f"])

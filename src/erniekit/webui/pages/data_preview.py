@@ -13,10 +13,11 @@ import gradio as gr
 from erniekit.webui.form_pages import STAGES
 from erniekit.webui.forms import FormProblem
 from erniekit.webui.pages.page_context import PageContext, problems_html
-from erniekit.webui.preview import Preview, PreviewRow, preview
+from erniekit.webui.preview import Preview, PreviewMedium, PreviewRow, preview
 from erniekit.webui.translations import translate
 
 ROWS = 10  # on a page
+_THUMBNAIL = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/=]+")
 _THOUGHT = re.compile(r"&lt;think&gt;(.*?)&lt;/think&gt;", re.DOTALL)
 
 
@@ -58,6 +59,8 @@ class DataPreview:
 
 
 def preview_html(found: Preview, start: int, lang: str) -> str:
+    if found.problems:
+        return problems_html(list(found.problems), lang)
     if found.error:
         return f'<pre class="ek-report bad">{escape(found.error)}</pre>'
     last = start + len(found.rows)
@@ -71,11 +74,25 @@ def preview_html(found: Preview, start: int, lang: str) -> str:
 
 
 def _row(row: PreviewRow, lang: str) -> str:
-    told = "" if row.problem else f"<span>{row.trained} / {row.tokens} {escape(translate('data.tokens', lang))}</span>"
-    return (
-        f'<div class="ek-sample"><header><span>{escape(Path(row.file).name)}:{row.line}</span>{told}</header>'
-        f'<div class="ek-tokens">{fold_thoughts(row.html, translate("chat.thinking", lang))}</div></div>'
-    )
+    facts = [f"{Path(row.file).name}:{row.line}"]
+    if not row.problem:
+        facts.append(translate("data.tokens", lang, trained=f"{row.trained:,}", tokens=f"{row.tokens:,}"))
+    if row.unused:
+        facts.append(translate("data.unused", lang, names=", ".join(row.unused)))
+    header = "".join(f"<span>{escape(fact)}</span>" for fact in facts)
+    media = "".join(_medium(medium, lang) for medium in row.media)
+    text = fold_thoughts(row.html, translate("chat.thinking", lang))
+    return f'<div class="ek-sample"><header>{header}</header><div class="ek-tokens">{media}{text}</div></div>'
+
+
+def _medium(medium: PreviewMedium, lang: str) -> str:
+    """A picture or video of a row and what it costs, escaped. Nothing but a picture in base64 is put into the page."""
+    kind = "data.video" if medium.kind == "video" else "data.picture"
+    facts = [f"{translate(kind, lang)} {medium.name}", f"{medium.size[0]} x {medium.size[1]}"]
+    facts += [translate("data.frames", lang, count=medium.frames)] if medium.frames > 1 else []
+    facts.append(translate("data.media_tokens", lang, count=f"{medium.tokens:,}"))
+    image = f'<img src="{medium.thumbnail}" alt="">' if _THUMBNAIL.fullmatch(medium.thumbnail) else ""
+    return f'<figure class="ek-medium">{image}<figcaption>{escape(" · ".join(facts))}</figcaption></figure>'
 
 
 def fold_thoughts(html: str, title: str) -> str:

@@ -10,6 +10,7 @@ import gradio as gr
 from erniekit.errors import ErnieKitError
 from erniekit.webui.forms import FieldSpec, FormProblem, check, from_yaml, to_yaml
 from erniekit.webui.pages.page_context import PageContext, as_problem, folders, notice
+from erniekit.webui.private_files import public_value
 from erniekit.webui.recipe_files import read_recipe
 from erniekit.webui.translations import help_of, label_of
 from erniekit.webui.uploads import received
@@ -88,10 +89,11 @@ class FormFields:
         return out
 
     def updates(self, values: Mapping[str, Any]) -> list[Any]:
-        """Every component set to its value, or back to its default."""
+        """Every component set to its value, or back to its default. Values come from stored recipes: secrets in
+        addresses are not shown again."""
         out = []
         for (key, spec), component in zip(self.specs.items(), self.components):
-            value = values.get(key, spec.default)
+            value = public_value(values.get(key, spec.default))
             if spec.kind == "list" and isinstance(component, gr.Textbox):
                 value = _words(value)
             elif spec.kind == "flag" and spec.default is None:
@@ -113,7 +115,7 @@ class FormFields:
 
     def rest(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """What is given for keys without a component."""
-        return {key: value for key, value in values.items() if key not in self.specs}
+        return {key: public_value(value) for key, value in values.items() if key not in self.specs}
 
 
 def _words(value: Any) -> str:

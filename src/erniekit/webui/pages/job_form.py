@@ -8,6 +8,7 @@ from typing import Any
 import gradio as gr
 
 from erniekit.errors import ErnieKitError
+from erniekit.printable import public
 from erniekit.webui.forms import form
 from erniekit.webui.pages.fields import FormFields, recipe, uploaded
 from erniekit.webui.pages.job_monitor import JobMonitor
@@ -109,7 +110,7 @@ class JobForm:
 
     def _recipe(self, lang: str, *raw: Any) -> tuple[str, str]:
         text, problems = recipe(self.fields.values(raw), "", self.page, self.context)
-        return text or f"# {translate('recipe.empty', lang)}\n", problems_html(problems, lang)
+        return public(text) or f"# {translate('recipe.empty', lang)}\n", problems_html(problems, lang)
 
     def _load(self, lang: str, file: str) -> list[Any]:
         return self.fields.updates(uploaded(file, lang))

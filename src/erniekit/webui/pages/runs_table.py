@@ -8,6 +8,7 @@ from html import escape
 from typing import Any
 
 from erniekit.loss_table import SCORE_KEYS
+from erniekit.printable import public
 from erniekit.track.units import duration, short
 from erniekit.webui.charts import empty
 from erniekit.webui.pages.job_monitor import pill
@@ -60,7 +61,7 @@ def differences_html(names: Mapping[str, str], differences: dict[str, dict[str, 
     head = "".join(f"<th>{escape(name)}</th>" for name in names.values())
     body = "".join(
         f"<tr><td><code>{escape(key)}</code></td>"
-        + "".join(f"<td>{escape(_value(values.get(id)))}</td>" for id in names)
+        + "".join(f"<td>{escape(public(_value(values.get(id))))}</td>" for id in names)
         + "</tr>"
         for key, values in rows.items()
     )

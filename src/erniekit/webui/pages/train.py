@@ -11,6 +11,7 @@ from typing import Any
 import gradio as gr
 
 from erniekit.errors import ConfigError, ErnieKitError
+from erniekit.printable import public
 from erniekit.webui.form_pages import STAGES
 from erniekit.webui.forms import FieldSpec, Form, form, from_yaml, page_of, to_yaml
 from erniekit.webui.pages.data_preview import DataPreview
@@ -242,7 +243,7 @@ class TrainPage:
 
     def _recipe(self, lang: str, stage: str, more: str, *raw: Any) -> tuple[str, str]:
         text, problems = recipe(self._values(stage, raw), more or "", STAGES[stage], self.context)
-        return text, problems_html(problems, lang)
+        return public(text), problems_html(problems, lang)
 
     def _explain(self, lang: str, key: str | None) -> str:
         return f"<b>{key}</b> {label_of(key, lang)}. {help_of(key, lang)}" if key else ""
