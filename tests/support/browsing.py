@@ -59,9 +59,13 @@ class WebUI:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "ERNIEKIT_CACHE": str(folder / "cache")}
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(command, cwd=folder, stdout=out, stderr=out, env=env)
-        until(lambda: "ready: " in self.text or self.process.poll() is not None, 90)
-        found = re.search(r"ready: (http://\S+)", self.text)
-        assert found, self.text
+        try:
+            until(lambda: "ready: " in self.text or self.process.poll() is not None, 2 * PATIENCE_S)
+            found = re.search(r"ready: (http://\S+)", self.text)
+            assert found, self.text
+        except AssertionError:
+            self.close()  # a page that is late must not outlive its test
+            raise
         self.url = found[1]
 
     @property

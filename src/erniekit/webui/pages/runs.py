@@ -71,8 +71,8 @@ class RunsPage:
             self._delete,
             [context.lang, self.watch.job],
             self.opened,
-            js="(lang, job) => confirm(lang === 'zh' ? '删除此任务及其目录？' : "
-            "'Delete this job and its folder?') ? [lang, job] : [lang, '']",
+            js="(lang, job) => confirm(lang === 'zh' ? '删除此任务及其目录？目录之外的结果会保留。' : "
+            "'Delete this job and its folder? Results elsewhere stay.') ? [lang, job] : [lang, '']",
             **told,
         ).then(self.rows, seen, self.shown, **told)
 
