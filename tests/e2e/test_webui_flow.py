@@ -200,7 +200,7 @@ def evaluate_and_delete(hands: Hands, folder: Path) -> None:
     hands.press("evaluate-start")
     hands.until(lambda: hands.state("evaluate") == "ended", 150, "an evaluation")
     assert hands.word("tile.eval_loss") in hands.text("#evaluate-status")
-    (job,) = [job for job in Jobs(folder / HOME, Roots([folder])).list() if job.word == "eval"]
+    (job,) = [job for job in Jobs(folder / HOME, Roots([folder])).list() if job.command == "eval"]
     hands.tab(hands.word("tab.runs"))
     row = hands.page.locator(f'#runs-table tr[data-row="{job.id}"]')
     row.locator(".ek-open").click()
@@ -340,7 +340,7 @@ def load_again(context: Any, url: str, lang: str, folder: Path) -> WebJob:
 
 def running_server(folder: Path) -> WebJob:
     jobs = Jobs(folder / HOME, Roots([folder]))
-    (server,) = [job for job in jobs.list() if job.word == "server" and job.is_running]
+    (server,) = [job for job in jobs.list() if job.command == "server" and job.is_running]
     return server
 
 

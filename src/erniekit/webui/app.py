@@ -67,41 +67,41 @@ def webui_command(args: list[str]) -> int:
 
 def settings_from(args: list[str]) -> PageSettings:
     """key=value or --key value, and --no-token; `root` may hold several folders, and come several times."""
-    found = PageSettings(port=_port(os.environ.get("GRADIO_SERVER_PORT", "7860"), "GRADIO_SERVER_PORT"))
-    words = list(args)
-    while words:
-        word = words.pop(0)
-        if word == "--no-token":
-            found = replace(found, no_token=True)
+    settings = PageSettings(port=_port(os.environ.get("GRADIO_SERVER_PORT", "7860"), "GRADIO_SERVER_PORT"))
+    arguments = list(args)
+    while arguments:
+        argument = arguments.pop(0)
+        if argument == "--no-token":
+            settings = replace(settings, no_token=True)
             continue
-        name, equals, value = word.removeprefix("--").partition("=")
+        name, equals, value = argument.removeprefix("--").partition("=")
         if not equals:
-            value = words.pop(0) if word.startswith("--") and words else ""
+            value = arguments.pop(0) if argument.startswith("--") and arguments else ""
         if not value:
-            raise ConfigError(f"webui does not know {word!r}", where="command line", fix=USAGE)
+            raise ConfigError(f"webui does not know {argument!r}", where="command line", fix=USAGE)
         if name == "host":
-            found = replace(found, host=value)
+            settings = replace(settings, host=value)
         elif name == "port":
-            found = replace(found, port=_port(value, "port"))
+            settings = replace(settings, port=_port(value, "port"))
         elif name == "root":
-            found = replace(found, roots=(*found.roots, *(folder for folder in value.split(",") if folder)))
+            settings = replace(settings, roots=(*settings.roots, *(folder for folder in value.split(",") if folder)))
         elif name == "runs":
-            found = replace(found, runs=(*found.runs, *(folder for folder in value.split(",") if folder)))
+            settings = replace(settings, runs=(*settings.runs, *(folder for folder in value.split(",") if folder)))
         elif name == "name":
-            found = replace(found, names=(*found.names, *value.split(",")))
+            settings = replace(settings, names=(*settings.names, *value.split(",")))
         elif name == "idle":
-            found = replace(found, idle=_minutes(value))
+            settings = replace(settings, idle=_minutes(value))
         elif name == "lang" and value in ("en", "zh", "auto"):
-            found = replace(found, lang=value)
+            settings = replace(settings, lang=value)
         else:
-            raise ConfigError(f"webui does not know {word!r}", where="command line", fix=USAGE)
-    if found.no_token and not is_loopback(found.host):
+            raise ConfigError(f"webui does not know {argument!r}", where="command line", fix=USAGE)
+    if settings.no_token and not is_loopback(settings.host):
         raise ConfigError(
-            f"host {found.host} lets other machines in, and they need a token",
+            f"host {settings.host} lets other machines in, and they need a token",
             where="--no-token",
             fix="leave --no-token out, or keep host=127.0.0.1",
         )
-    return found
+    return settings
 
 
 def _port(text: str, where: str) -> int:

@@ -13,8 +13,8 @@ from typing import Any
 
 from erniekit.errors import ErnieKitError
 
-ANSWER_S = 600.0
-ASK_S = 5.0
+ANSWER_TIMEOUT_S = 600.0
+MODELS_TIMEOUT_S = 5.0
 # Proxies of the environment are for other machines.
 _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
@@ -25,8 +25,8 @@ class ChatError(ErnieKitError):
 
 def list_models(url: str, key: str = "") -> list[str]:
     """What can be asked for: the model, and adapters by name."""
-    with _request(url + "/models", None, ASK_S, key) as answer:
-        return [str(one["id"]) for one in json.load(answer)["data"]]
+    with _request(url + "/models", None, MODELS_TIMEOUT_S, key) as response:
+        return [str(one["id"]) for one in json.load(response)["data"]]
 
 
 def stream_chat(
@@ -34,7 +34,7 @@ def stream_chat(
 ) -> Iterator[tuple[str, str]]:
     """("thought" or "answer", next words) until it ends. Closing the iterator hangs up, and the server stops."""
     body = {"messages": list(messages), "stream": True, **options}
-    with _request(url + "/chat/completions", body, ANSWER_S, key) as lines:
+    with _request(url + "/chat/completions", body, ANSWER_TIMEOUT_S, key) as lines:
         for raw in lines:
             line = raw.decode("utf-8", errors="replace").strip()
             if not line.startswith("data:"):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from erniekit.errors import ConfigError
 
-MOST_ENTRIES = 20_000
+MAX_ENTRIES = 20_000
 MAX_LIST = 1_000_000  # bytes
 MAX_LINES = 10_000
 MAX_CONFIG = 1_000_000  # bytes of an adapter's config
@@ -27,8 +27,8 @@ def links_in(folder: Path, inside: Callable[[Path], bool]) -> tuple[list[Path], 
     What lies behind a link to a folder that is `inside` is looked at as well: a job would follow it. Level by level, so
     that of too large a folder the upper ones, which jobs write to, are seen.
     """
-    found: list[Path] = []
-    left = MOST_ENTRIES
+    links: list[Path] = []
+    left = MAX_ENTRIES
     todo, seen = deque([folder]), {os.path.realpath(folder)}
     while todo:
         here = todo.popleft()
@@ -37,9 +37,9 @@ def links_in(folder: Path, inside: Callable[[Path], bool]) -> tuple[list[Path], 
                 for entry in entries:
                     left -= 1
                     if left < 0:
-                        return found, False
+                        return links, False
                     if entry.is_symlink():
-                        found.append(Path(entry.path))
+                        links.append(Path(entry.path))
                     elif not entry.is_dir(follow_symlinks=False):
                         continue
                     real = os.path.realpath(entry.path)
@@ -48,7 +48,7 @@ def links_in(folder: Path, inside: Callable[[Path], bool]) -> tuple[list[Path], 
                         todo.append(Path(real))
         except OSError:  # a file, nothing yet, or nothing that the job could read either
             continue
-    return found, True
+    return links, True
 
 
 def file_lines(path: Path, key: str) -> list[str]:
@@ -72,20 +72,20 @@ def token_files(prefix: Path) -> list[Path]:
     return [Path(one + suffix) for one in sorted(bare) for suffix in SUFFIXES if os.path.lexists(one + suffix)]
 
 
-def bases_named(folder: Path) -> list[tuple[Path, str]]:
+def adapter_bases(folder: Path) -> list[tuple[Path, str]]:
     """(config, the base it names) of the adapters in a folder and its checkpoints."""
-    found = []
+    bases = []
     try:
-        inside = [folder, *(p for p in sorted(folder.iterdir())[:MOST_ENTRIES] if p.is_dir())]
+        inside = [folder, *(p for p in sorted(folder.iterdir())[:MAX_ENTRIES] if p.is_dir())]
     except OSError:
         return []
     for config in (place / name for place in inside for name in ADAPTER_CONFIGS):
         try:
             with config.open("rb") as file:
-                told = json.loads(file.read(MAX_CONFIG))
-            base = told.get("base_model_name_or_path")
+                config_json = json.loads(file.read(MAX_CONFIG))
+            base = config_json.get("base_model_name_or_path")
         except (OSError, ValueError, AttributeError, RecursionError):
             continue  # not there; or one that the job will not read either
         if isinstance(base, str) and base:
-            found.append((config, base))
-    return found
+            bases.append((config, base))
+    return bases

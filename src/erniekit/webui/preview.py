@@ -111,17 +111,17 @@ def preview(
     )  # fmt: skip
     kept = {name: value for name, value in {**forms.form(page).fixed, **values}.items() if name in wanted}
     kept = {name.replace("eval_", "train_", 1): value for name, value in kept.items()}
-    problems = forms.check_alone(kept, roots)
+    problems = forms.check_each(kept, roots)
     if not kept.get("train_dataset_path"):
         problems = [FormProblem(f"{which}_dataset_path", f"{which}_dataset_path must be given", "")]
     if problems:
         return _refused(*problems)
     try:
-        recipe = forms.to_yaml(roots.settle(kept), page)
+        recipe = forms.to_yaml(roots.resolve_values(kept), page)
     except ConfigError as error:
         return _refused(FormProblem("", error.what, error.fix))
-    words = ["--json", "--from", str(max(0, int(start))), "--rows", str(min(100, max(1, int(count))))]
-    done = run(["data", "preview"], recipe, timeout, words, roots)
+    arguments = ["--json", "--from", str(max(0, int(start))), "--rows", str(min(100, max(1, int(count))))]
+    done = run(["data", "preview"], recipe, timeout, arguments, roots)
     if done.timed_out:
         return _refused(FormProblem("", f"no answer within {timeout:.0f} s", "name smaller files"))
     if not done.ok:
@@ -146,7 +146,7 @@ def doctor(recipe: str, roots: Roots, timeout: float = DOCTOR_S) -> Report:
 
 
 def run(
-    words: list[str], recipe: str, timeout: float, more: list[str] | None = None, roots: Roots | None = None
+    arguments: list[str], recipe: str, timeout: float, further: list[str] | None = None, roots: Roots | None = None
 ) -> Report:
     """`erniekit WORDS recipe.yaml` to its end. After `timeout` it and all it started are ended. In the first root, as a
     job: relative paths inside a list of files start there."""
@@ -156,16 +156,16 @@ def run(
     with tempfile.TemporaryDirectory(prefix="erniekit-") as own, tempfile.TemporaryFile() as out:
         file = Path(own) / "recipe.yaml"
         file.write_text(recipe, encoding="utf-8")
-        argv = [sys.executable, "-m", "erniekit", *words, str(file), *(more or [])]
+        argv = [sys.executable, "-m", "erniekit", *arguments, str(file), *(further or [])]
         child = subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env={**env, "NO_COLOR": "1"},
             start_new_session=True, cwd=roots.folders[0] if roots else None,
         )  # fmt: skip
-        late = False
+        timed_out = False
         try:
             child.wait(timeout)
         except subprocess.TimeoutExpired:
-            late = True
+            timed_out = True
         finally:
             if child.poll() is None:
                 os.killpg(child.pid, signal.SIGKILL)
@@ -173,7 +173,9 @@ def run(
         out.seek(0)
         text = plain(out.read(MAX_OUTPUT).decode("utf-8", errors="replace")).strip().replace(str(file), "recipe.yaml")
         text = public(text)
-    return Report(child.returncode == 0 and not late, text, round(time.monotonic() - began, 2), late, text.splitlines())
+    return Report(
+        child.returncode == 0 and not timed_out, text, round(time.monotonic() - began, 2), timed_out, text.splitlines()
+    )
 
 
 def _marked(piece: PreviewPiece) -> str:
@@ -183,15 +185,15 @@ def _marked(piece: PreviewPiece) -> str:
     return f"<mark{kind}>{escape(piece.text)}</mark>"
 
 
-def _medium(told: Mapping[str, Any]) -> PreviewMedium:
-    wide, high = map(int, told["size"])
-    more = int(told.get("frames", 1)), str(told.get("thumbnail", ""))
-    return PreviewMedium(str(told["kind"]), str(told["name"]), int(told["tokens"]), (wide, high), *more)
+def _medium(data: Mapping[str, Any]) -> PreviewMedium:
+    wide, high = map(int, data["size"])
+    further = int(data.get("frames", 1)), str(data.get("thumbnail", ""))
+    return PreviewMedium(str(data["kind"]), str(data["name"]), int(data["tokens"]), (wide, high), *further)
 
 
 def _parsed(text: str) -> Preview:
     try:
-        told = json.loads(text[text.index("{") :].splitlines()[0])
+        data = json.loads(text[text.index("{") :].splitlines()[0])
         rows = tuple(
             PreviewRow(
                 str(row["file"]),
@@ -203,8 +205,8 @@ def _parsed(text: str) -> Preview:
                 tuple(map(str, row.get("unused", ()))),
                 tuple(_medium(one) for one in row.get("media", ())),
             )
-            for row in told["rows"]
+            for row in data["rows"]
         )
-        return Preview(rows, int(told["total"]), str(told["format"]))
+        return Preview(rows, int(data["total"]), str(data["format"]))
     except (ValueError, KeyError, TypeError, IndexError):
         return Preview(error=text[-2000:])

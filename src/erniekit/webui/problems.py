@@ -15,7 +15,7 @@ from erniekit.webui.translations import help_of, label_of
 
 _NUMBER = r"(?:, (?P<low>[-\w.]+) or more)?(?:,? (?:and )?(?P<high>[-\w.]+) or less)?"
 # English pattern -> Chinese sentence; names in braces are the pattern's groups.
-_PATTERNS: tuple[tuple[str, str], ...] = (
+_PROBLEMS: tuple[tuple[str, str], ...] = (
     (r"(?P<key>\w+) must be given", "必须填写"),
     (r"unknown key '(?P<key>.+?)'.*", "没有名为 {key} 的参数"),
     (r"(?P<key>\w+) cannot be set from the page", "不能在页面上设置"),
@@ -73,8 +73,8 @@ _FIXES: tuple[tuple[str, str], ...] = (
     (r"name smaller files", "请选择更小的文件"),
     (r"(?P<suffixes>(?:\.[a-z.]+ ?)+)", "支持：{suffixes}"),
 )
-_KNOWN = [(re.compile(pattern, re.DOTALL), text) for pattern, text in _PATTERNS]
-_WAYS = [(re.compile(pattern, re.DOTALL), text) for pattern, text in _FIXES]
+_PROBLEM_PATTERNS = [(re.compile(pattern, re.DOTALL), text) for pattern, text in _PROBLEMS]
+_FIX_PATTERNS = [(re.compile(pattern, re.DOTALL), text) for pattern, text in _FIXES]
 
 
 @dataclass(frozen=True)
@@ -91,19 +91,19 @@ def problem_text(key: str, what: str, fix: str, lang: str) -> ProblemText:
     what, fix = public(what), public(fix)
     if lang != "zh":
         return ProblemText(what.removeprefix(f"{key} ") if key else what, fix)
-    found = _match(_KNOWN, what)
-    named = f"{label_of(key, lang)}：" if key in KEYS else ""
-    if found is None:
+    what_zh = _match(_PROBLEM_PATTERNS, what)
+    label = f"{label_of(key, lang)}：" if key in KEYS else ""
+    if what_zh is None:
         english = f"{what} ({fix})" if fix else what
-        return ProblemText(f"{named}此项有误" if named else "操作未能完成", "", english)
-    way = _match(_WAYS, fix)
-    if way is None and key in KEYS and fix == KEYS[key].help:
-        way = help_of(key, lang)
-    return ProblemText(named + found, way or "")
+        return ProblemText(f"{label}此项有误" if label else "操作未能完成", "", english)
+    fix_zh = _match(_FIX_PATTERNS, fix)
+    if fix_zh is None and key in KEYS and fix == KEYS[key].help:
+        fix_zh = help_of(key, lang)
+    return ProblemText(label + what_zh, fix_zh or "")
 
 
 def _match(patterns: list[tuple[re.Pattern[str], str]], text: str) -> str | None:
     for pattern, chinese in patterns:
-        if found := pattern.fullmatch(text):
-            return chinese.format(**{name: value or "" for name, value in found.groupdict().items()})
+        if match := pattern.fullmatch(text):
+            return chinese.format(**{name: value or "" for name, value in match.groupdict().items()})
     return None

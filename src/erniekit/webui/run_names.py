@@ -46,10 +46,10 @@ class RunNames:
 
     def _read(self) -> dict[str, str]:
         try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
+            names = json.loads(self.path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        return {str(k): str(v) for k, v in found.items()} if isinstance(found, dict) else {}
+        return {str(k): str(v) for k, v in names.items()} if isinstance(names, dict) else {}
 
     def _write(self, names: dict[str, str]) -> None:
         replace_text(self.path, json.dumps(names, indent=1, ensure_ascii=False) + "\n")

@@ -135,7 +135,8 @@ HELP_ZH: dict[str, str] = {
     "weight_decay": "解耦的权重衰减；不作用于偏置和归一化层。",
     "max_grad_norm": "把全局梯度范数裁剪到此值；0 表示不裁剪。",
     "adam_beta2": "梯度平方均值的衰减；大模型常用 0.95。",
-    "compute_type": "bf16（主权重为 fp32），或 fp32；fp8 用于 FP8 推理；wint8、wint4/8、nf4 是以 bf16 训练这种 frozen_base 上的 LoRA。",
+    "compute_type": "bf16（主权重为 fp32），或 fp32；fp8 用于 FP8 推理；"
+    "wint8、wint4/8、nf4 是以 bf16 训练这种 frozen_base 上的 LoRA。",
     "recompute": "约多三分之一的时间，显存大幅减少。",
     "offload_optim": "两次更新之间把优化器状态放在内存；每步会变慢。",
     "save_steps": "两个检查点之间的步数。",

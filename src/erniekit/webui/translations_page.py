@@ -195,14 +195,15 @@ TRANSLATIONS: dict[str, tuple[str, str]] = {
     "runs.column.speed": ("Tokens/s", "词元/秒"),
     "runs.column.time": ("Time", "用时"),
     "runs.column.left": ("Time left", "剩余"),
-    "chat.speaker": ("Model", "模型"),
-    "chat.speaker.info": ("Adapters and their base, side by side.", "LoRA 与其基座模型可分别提问。"),
+    "chat.model": ("Model", "模型"),
+    "chat.model.info": ("Adapters and their base, side by side.", "LoRA 与其基座模型可分别提问。"),
     "chat.sampling": ("Sampling", "采样设置"),
     "chat.empty": ("Load a model, then ask it something.", "加载模型后即可提问。"),
     "export.start": ("Merge", "合并"),
     "export.hint": (
         "Folds adapters into their base model and proves the result: logits before and after are compared. "
-        "A run's own adapters go to <code>export</code> in its folder; adapters named here are merged into the output folder.",
+        "A run's own adapters go to <code>export</code> in its folder; adapters named here are merged into the output "
+        "folder.",
         "将 LoRA 合并进基座模型并验证结果：比较合并前后的 logits。"
         "训练输出目录中的 LoRA 合并到其 <code>export</code> 子目录；此处另选的 LoRA 合并到输出目录。",
     ),

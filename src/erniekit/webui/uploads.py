@@ -23,7 +23,7 @@ SUFFIXES = {
 MAX_KEPT = 4 * 2**30  # bytes of all uploads of a kind
 MAX_FILES = 1000
 MAX_NAME = 200  # bytes of a name: a number may follow
-_STRANGE = re.compile(r"[^\w.-]+")
+_UNSAFE = re.compile(r"[^\w.-]+")
 
 
 def received(file: str) -> Path:
@@ -37,7 +37,7 @@ def received(file: str) -> Path:
 def keep(file: str, kind: str, root: Path) -> Path:
     """Copy an upload into `root`/`kind`, under its own name or, where that is taken, with a number after it."""
     source = received(file)
-    name = _short(_STRANGE.sub("-", source.name))
+    name = _short(_UNSAFE.sub("-", source.name))
     suffix = next((s for s in sorted(SUFFIXES[kind], key=len, reverse=True) if name.lower().endswith(s)), "")
     if not suffix or len(name) <= len(suffix):
         raise DataError(f"{source.name[:80]} is not a file of this kind", where="upload", fix=" ".join(SUFFIXES[kind]))

@@ -21,17 +21,17 @@ def test_a_number_beyond_its_bound_is_a_problem_of_its_key(key: str) -> None:
     limit = most(key)
     assert limit is not None
     assert limit >= (KEYS[key].default or 1)
-    assert not forms.check_alone({key: limit}, None)
+    assert not forms.check_each({key: limit}, None)
     for value in (limit + 1, 10**9, str(10**9)):
-        problems = forms.check_alone({key: value}, None)
+        problems = forms.check_each({key: value}, None)
         assert [p.key for p in problems] == [key]
         assert f"{limit:,}" in problems[0].fix
 
 
 def test_no_more_processes_than_devices_or_cores() -> None:
-    assert forms.check_alone({"nproc_per_node": 10_000}, None)
-    assert forms.check_alone({"devices": [str(n) for n in range(5000)]}, None)
-    assert not forms.check_alone({"nproc_per_node": os.cpu_count(), "devices": ["0"]}, None)
+    assert forms.check_each({"nproc_per_node": 10_000}, None)
+    assert forms.check_each({"devices": [str(n) for n in range(5000)]}, None)
+    assert not forms.check_each({"nproc_per_node": os.cpu_count(), "devices": ["0"]}, None)
 
 
 def test_keys_that_count_processes_or_threads_have_a_bound() -> None:

@@ -32,7 +32,7 @@ def test_a_job_is_a_folder_and_five_words(jobs: Jobs, stand: Stand, room: Path) 
     assert told["model_name_or_path"] == str(room / "model")
     assert told["train_dataset_path"] == [str(room / "data.jsonl")]
     assert told["output_dir"] == str(folder / "output"), "two users who name no folder do not share one"
-    assert (job.state, job.who) == ("running", "anna")
+    assert (job.state, job.owner) == ("running", "anna")
 
 
 def test_the_process_leads_a_session_of_its_own(jobs: Jobs, monkeypatch: pytest.MonkeyPatch, room: Path) -> None:
@@ -337,7 +337,7 @@ def test_only_so_many_jobs_run_at_once(jobs: Jobs, monkeypatch: pytest.MonkeyPat
 def test_a_chat_server_of_the_page_has_a_key_that_other_accounts_cannot_read(room: Path, tmp_path: Path) -> None:
     asked = []
 
-    def launch(argv: list[str], log: Path, folder: Path) -> jobs_module.Child:
+    def launch(argv: list[str], log: Path, folder: Path) -> jobs_module.ChildProcess:
         asked.append(argv)
         program = f"import os; print('key', os.environ['{jobs_module.KEY_VARIABLE}'])"
         return jobs_module.start_process([sys.executable, "-S", "-c", program], log, folder, Roots([folder]))

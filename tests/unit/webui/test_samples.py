@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from erniekit.webui.chat_pictures import safe_markdown, window
+from erniekit.webui.chat_pictures import as_displayed, safe_markdown
 from erniekit.webui.samples import FILE, MAX_BYTES, MAX_SHOWN, last_samples, samples_html, thought_and_answer
 
 WORDS = {name: name for name in ("title", "step", "prompt", "answer", "expected", "thinking")}
@@ -63,4 +63,4 @@ def test_a_thought_stands_before_its_answer(text: str, parts: tuple[str, str]) -
 )
 def test_tags_in_an_answer_are_text_and_code_stays_code(text: str, shown: str) -> None:
     assert safe_markdown(text) == shown
-    assert window([{"role": "assistant", "content": text}]) == [{"role": "assistant", "content": shown}]
+    assert as_displayed([{"role": "assistant", "content": text}]) == [{"role": "assistant", "content": shown}]

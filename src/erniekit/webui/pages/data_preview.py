@@ -24,15 +24,20 @@ _THOUGHT = re.compile(r"&lt;think&gt;(.*?)&lt;/think&gt;", re.DOTALL)
 class DataPreview:
     def __init__(self, context: PageContext) -> None:
         self.context, labels = context, context.labels
-        self.asked = gr.State({})  # what the rows were read with, so that the next ones are of the same file
-        self.at = gr.State(0)
+        self.query = gr.State({})  # what the rows were read with, so that the next ones are of the same file
+        self.start_row = gr.State(0)
         self.rows = labels.empty("data.none", elem_id="train-data")
-        with gr.Row(visible=False) as self.turns:
-            self.before = labels.make(gr.Button, {"value": "data.previous"}, size="sm", elem_id="train-data-before")
-            self.after = labels.make(gr.Button, {"value": "data.next"}, size="sm", elem_id="train-data-after")
-        self.outputs = [self.asked, self.at, self.rows, self.turns, self.before, self.after]
-        for button, step in ((self.before, -ROWS), (self.after, ROWS)):
-            button.click(self._turn(step), [context.lang, self.asked, self.at], self.outputs, show_progress="minimal")
+        with gr.Row(visible=False) as self.paging:
+            self.previous = labels.make(gr.Button, {"value": "data.previous"}, size="sm", elem_id="train-data-before")
+            self.next = labels.make(gr.Button, {"value": "data.next"}, size="sm", elem_id="train-data-after")
+        self.outputs = [self.query, self.start_row, self.rows, self.paging, self.previous, self.next]
+        for button, step in ((self.previous, -ROWS), (self.next, ROWS)):
+            button.click(
+                self._page_turner(step),
+                [context.lang, self.query, self.start_row],
+                self.outputs,
+                show_progress="minimal",
+            )
 
     def shown(self, values: Mapping[str, Any], stage: str, lang: str, start: int = 0) -> list[Any]:
         found = preview(values, self.context.roots, STAGES[stage], start, ROWS)
@@ -49,11 +54,11 @@ class DataPreview:
     def failed(self, problem: FormProblem, lang: str) -> list[Any]:
         return [{}, 0, problems_html([problem], lang), gr.update(visible=False), gr.skip(), gr.skip()]
 
-    def _turn(self, step: int) -> Any:
-        def turn(lang: str, asked: dict[str, Any], at: int) -> list[Any]:
-            if not asked:
+    def _page_turner(self, step: int) -> Any:
+        def turn(lang: str, query: dict[str, Any], start_row: int) -> list[Any]:
+            if not query:
                 return [gr.skip()] * len(self.outputs)
-            return self.shown(asked["values"], asked["stage"], lang, max(0, at + step))
+            return self.shown(query["values"], query["stage"], lang, max(0, start_row + step))
 
         return turn
 
