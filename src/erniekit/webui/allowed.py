@@ -47,7 +47,7 @@ def most(name: str) -> int | None:
 
 
 def check_number(name: str, value: Any) -> None:
-    """A list is counted: each word of `devices` becomes a process."""
+    """A list is counted: each entry of `devices` becomes a process."""
     limit = most(name)
     if limit is None or value is None:
         return

@@ -172,7 +172,7 @@ def check_paths(page: Any) -> None:
 
 
 def make_context(settings: PageSettings) -> PageContext:
-    """What the tabs share: jobs, runs, roots, words, and the chat models that are loaded."""
+    """What the tabs share: jobs, runs, roots, texts, and the leases of loaded chat models."""
     from erniekit.webui.pages.page_context import Labels, PageContext
 
     roots = Roots(settings.roots)

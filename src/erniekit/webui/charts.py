@@ -70,7 +70,7 @@ def compare_charts(
 
 
 def grid(figures: Sequence[str], step: str = "step") -> str:
-    """`step`: the word below the axis; track's charts have the English one."""
+    """`step`: the label below the axis; track's charts have the English one."""
     html = "".join(figures).replace(">step</text>", f">{escape(step)}</text>")
     return f'<div class="ek-charts">{html}</div>'
 

@@ -20,11 +20,11 @@ _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 
 class ChatError(ErnieKitError):
-    """The server refused, failed or is gone."""
+    """The server refused, failed or has ended."""
 
 
 def list_models(url: str, key: str = "") -> list[str]:
-    """What can be asked for: the model, and adapters by name."""
+    """Names of the model and its adapters."""
     with _request(url + "/models", None, MODELS_TIMEOUT_S, key) as response:
         return [str(one["id"]) for one in json.load(response)["data"]]
 
@@ -32,7 +32,8 @@ def list_models(url: str, key: str = "") -> list[str]:
 def stream_chat(
     url: str, messages: Sequence[Mapping[str, Any]], key: str = "", **options: Any
 ) -> Iterator[tuple[str, str]]:
-    """("thought" or "answer", next words) until it ends. Closing the iterator hangs up, and the server stops."""
+    """("thought" or "answer", next piece of text) until it ends. Closing the iterator closes the connection, and the
+    server stops generating."""
     body = {"messages": list(messages), "stream": True, **options}
     with _request(url + "/chat/completions", body, ANSWER_TIMEOUT_S, key) as lines:
         for raw in lines:

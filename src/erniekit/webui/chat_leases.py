@@ -55,7 +55,7 @@ class ChatLeases:
             self._leases.setdefault(id, Lease()).used_at = time.monotonic()
 
     def close_tab(self, session: str) -> None:
-        """A tab was closed or reloaded, or its browser is gone."""
+        """A tab was closed or reloaded, or its connection was lost."""
         with self._lock:
             for lease in self._leases.values():
                 if session in lease.sessions:
@@ -115,7 +115,7 @@ class ChatLeases:
         return process.is_same(job.pid, job.identity)
 
     def _orphans(self) -> list[WebJob]:
-        """Servers of a page that was killed: another page that runs beside this one keeps its own."""
+        """Servers of a page that was killed: another page that is running keeps its own."""
         return [job for job in self.jobs.list() if job.command == "server" and job.is_running and not _has_page(job)]
 
 

@@ -1,6 +1,6 @@
 """What a path of a form leads to once it is opened: links in a folder, lines of a list, token files, an adapter's base.
 
-Called by paths.py, which decides whether they may be followed. Only looks, within bounds: a folder may be hostile.
+Called by paths.py, which decides whether they may be followed. Reads only, within bounds: a folder may be hostile.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ SUFFIXES = (".bin", ".idx", "_ids.npy", "_idx.npz")  # of token files
 
 
 def links_in(folder: Path, inside: Callable[[Path], bool]) -> tuple[list[Path], bool]:
-    """The symlinks in a folder and all below it; False where it holds more than is looked at.
+    """The symlinks in a folder and all below it; False where it holds more than MAX_ENTRIES.
 
-    What lies behind a link to a folder that is `inside` is looked at as well: a job would follow it. Level by level, so
+    Links to folders that are `inside` are followed: a job would follow them. Level by level, so
     that of too large a folder the upper ones, which jobs write to, are seen.
     """
     links: list[Path] = []

@@ -1,4 +1,4 @@
-"""Forms from the declared keys: what a page may ask for, its values as YAML and back, and what is wrong with them.
+"""Forms from the declared keys: their fields, their values as YAML and back, and what is wrong with them.
 
 Called by the pages and by jobs.py, which checks every recipe here again before anything is started.
 """
@@ -45,9 +45,9 @@ class FieldSpec:
 @dataclass(frozen=True)
 class Form:
     page: str
-    command: str  # the word of the CLI that takes its recipe
+    command: str  # of the CLI that takes its recipe
     fields: tuple[FieldSpec, ...]
-    fixed: dict[str, Any]  # what the page itself says, such as the stage
+    fixed: dict[str, Any]  # set by the page itself, such as the stage
     needed: tuple[str, ...]  # keys without which the command stops
 
     def field(self, key: str) -> FieldSpec:
@@ -137,7 +137,7 @@ def from_file(file: Path, alone: bool = False) -> dict[str, Any]:
 
 
 def check(values: Values, page: str, roots: Roots | None = None) -> list[FormProblem]:
-    """Everything wrong with these values: each alone, then together as the command would say it. Empty: good."""
+    """Everything wrong with these values: each alone, then together with the command's messages. Empty: good."""
     spec = _page(page)
     given = {canonical(name): value for name, value in {**spec.fixed, **values}.items()}
     problems = check_each(given, roots)
@@ -153,7 +153,7 @@ def check(values: Values, page: str, roots: Roots | None = None) -> list[FormPro
 
 
 def check_each(values: Values, roots: Roots | None) -> list[FormProblem]:
-    """What is wrong with each of these by itself: for a look at the data, which needs less than a run."""
+    """What is wrong with each of these by itself: for the data preview, which needs less than a run."""
     return [problem for name, value in values.items() if (problem := _check_one(name, value, roots))]
 
 
@@ -228,7 +228,7 @@ def _kind(k: Key) -> Kind:
 
 
 def _choices(k: Key) -> tuple[str, ...]:
-    """The choices without the words that change nothing here."""
+    """The choices without those that change nothing here."""
     return tuple(c for c in k.choices if c not in k.idle)
 
 
@@ -284,7 +284,7 @@ def _texts(value: Any) -> Iterable[str]:
             yield from _texts(item)
 
 
-MAX_TEXT = 4096  # of any one word of a form
+MAX_TEXT = 4096  # characters of one value
 
 
 def _check_text(text: str, key: str, is_plain_text: bool) -> None:
@@ -318,7 +318,7 @@ def _check_combined(given: dict[str, Any], command: str, roots: Roots | None) ->
 
 
 def _key_of_error(error: ErnieKitError, given: Values) -> str:
-    """The given key that an error speaks of first; none where it speaks of none."""
+    """The first given key that an error names; empty where it names none."""
     tokens = f"{error.where} {error.what}".replace(",", " ").replace(":", " ").replace("=", " ").split()
     return next((token for token in tokens if token in given), "")
 

@@ -32,7 +32,7 @@ HEADERS = (
         b"form-action 'self'",
     ),
 )
-# An upload that is opened by its address is no part of the page: no script of it runs, whatever its kind is said to be.
+# An upload that is opened by its address is no part of the page: no script of it runs, whatever its media type.
 FILE_HEADERS = (
     *HEADERS[:-1],
     (b"content-security-policy", b"sandbox; default-src 'none'; img-src 'self'; media-src 'self'"),
@@ -44,8 +44,8 @@ def new_token() -> str:
 
 
 class Guard:
-    """`token` None: none is asked for, which only a loopback address allows. `files`: folders of which files may be
-    asked for, and named in requests."""
+    """`token` None: none is required, which only a loopback address allows. `files`: folders whose files may be
+    requested, and named in requests."""
 
     def __init__(
         self, app: Any, host: str = "127.0.0.1", port: int = 0, token: str | None = None,
@@ -151,7 +151,7 @@ async def refuse(scope: Scope, send: Send, reason: str, status: int = 403) -> No
 
 
 def equal_secrets(given: str, expected: str) -> bool:
-    """In a time that does not tell how much of it was right."""
+    """In constant time, so that a caller cannot measure how many characters were right."""
     return hmac.compare_digest(given.encode("utf-8", "replace"), expected.encode())
 
 

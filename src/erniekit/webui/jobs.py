@@ -100,7 +100,7 @@ class WebJob:
 
 class Jobs:
     def __init__(self, root: str | Path, roots: Roots | None = None, launch: Launch | None = None) -> None:
-        """`root`: where jobs are kept; `roots`: where paths of recipes may lie, besides."""
+        """`root`: where jobs are kept; `roots`: further folders that recipes may name paths in."""
         self.root = Path(os.path.realpath(root))
         self.folder = private_folder(private_folder(self.root) / "jobs")
         self.base = roots or Roots()
@@ -109,7 +109,7 @@ class Jobs:
         self._lock = threading.RLock()
         self._children: set[str] = set()  # children of this process, whose exit code will be known
 
-    # ---- start, stop, again
+    # ---- start, stop, resume
 
     def start(self, command: str, recipe: str, owner: str = "") -> WebJob:
         """Run `erniekit COMMAND` on this recipe (YAML text). Raises a ConfigError with everything wrong with it."""
@@ -145,7 +145,7 @@ class Jobs:
             if not job.is_running:
                 return job
             self._write(replace(job, stop_requested=True))
-        # To the process alone: a launcher tells its ranks itself, and a rank told twice would not save.
+        # To the process alone: a launcher signals its ranks itself, and a second signal ends a rank unsaved.
         process.send(job.pid, job.identity, signal.SIGKILL if force else signal.SIGTERM, group=force)
         return self.get(id)
 
@@ -168,7 +168,7 @@ class Jobs:
             return self._run(replace(job, **fresh, began=time.time(), starts=job.starts + 1))
 
     def delete(self, id: str) -> None:
-        """Remove the job's folder, and its output where that lies inside; anything elsewhere stays."""
+        """Remove the job's folder, and its output if that is inside; anything elsewhere stays."""
         with self._lock:
             job = self.get(id)
             if job.is_running:
@@ -196,7 +196,7 @@ class Jobs:
                 )
             shutil.rmtree(folder)
 
-    # ---- look
+    # ---- read
 
     def list(self, owner: str | None = None) -> list[WebJob]:
         """All jobs, newest first; those of one browser with `owner`."""

@@ -29,7 +29,7 @@ KEYS = tuple(KINDS)
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
-KEY_FILE = "server.key"  # of a job: what a server of the page is asked with
+KEY_FILE = "server.key"  # of a job: the API key of its server
 
 
 class PathError(ConfigError):
@@ -46,7 +46,7 @@ class Roots:
 
     @property
     def environment(self) -> dict[str, str]:
-        """For processes that read files on behalf of the page: pictures that rows name must lie in the roots, too."""
+        """For processes that read files on behalf of the page: pictures that rows name must be in the roots, too."""
         return {FOLDERS_VARIABLE: os.pathsep.join(map(str, self.folders))}
 
     def with_folder(self, folder: str | Path) -> Roots:
@@ -113,7 +113,7 @@ class Roots:
         return ""
 
     def _no_pattern(self, item: str, name: str) -> str:
-        """A pattern may match links that lead out; a folder's links are looked at."""
+        """A pattern may match links that lead out; the links of a folder are checked."""
         if glob.has_magic(item) and not self.resolve(item, name).exists():
             raise PathError(f"{name} is a pattern: {_short(item)}", where=name, fix="name files, or their folder")
         return item
@@ -146,14 +146,14 @@ class Roots:
     # ---- token files of pre-training, as data/pretrain.py reads these keys
 
     def _prefix(self, text: str, name: str) -> Path:
-        """A prefix, one of its files, or a folder of them; the files that would be opened must lie inside."""
+        """A prefix, one of its files, or a folder of them; the files that would be opened must be inside the roots."""
         real = self.resolve(text, name)
         self._check_links(token_files(real), name)
         self._check_links(links_in(real, self.holds)[0], name)
         return real
 
     def _prefixes(self, text: str, name: str) -> str:
-        """A path that exists, blanks in it or not; else words: weights and prefixes by turns, or prefixes alone."""
+        """A path that exists, blanks included; else a list of alternating weights and prefixes, or of prefixes."""
         items = text.split()
         if len(items) < 2 or self._exists(text, name):
             return str(self._prefix(text, name))
@@ -212,7 +212,7 @@ class Roots:
                     self._check_base(config, base, name)
 
     def _check_base(self, config: Path, base: str, name: str) -> None:
-        """It is looked for from here, then from the adapter: nothing outside may be found, nor be all there is."""
+        """Resolved from the first root, then from the adapter: refused if one that exists is outside, or both are."""
         try:
             places = (self.folders[0] / Path(base).expanduser(), config.parent / base)
             outside = [real for place in places if not self.holds(real := Path(os.path.realpath(place)))]

@@ -1,6 +1,6 @@
-"""A look before a run: rows of a dataset with the tokens that are trained in colour, and the doctor's report.
+"""Checks before a run: rows of a dataset with the trained tokens marked, and the doctor's report.
 
-Called by the train page. Both are asked of the CLI in a child process with a time limit; nothing is imported here.
+Called by the train page. Both run the CLI in a child process with a time limit; nothing of training is imported here.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class PreviewMedium:
 
 @dataclass(frozen=True)
 class PreviewRow:
-    """One row as the model sees it; `problem` says why it is not used."""
+    """One row as the model sees it; `problem`: why it is not used."""
 
     file: str
     line: int
@@ -77,7 +77,7 @@ class PreviewRow:
 
 @dataclass(frozen=True)
 class Preview:
-    """`total`: rows of all files, 0 where they were not counted; `error`: what stopped it, as the CLI says it."""
+    """`total`: rows of all files, 0 where they were not counted; `error`: the message of the CLI that stopped it."""
 
     rows: tuple[PreviewRow, ...] = ()
     total: int = 0
@@ -88,7 +88,7 @@ class Preview:
 
 @dataclass(frozen=True)
 class Report:
-    """What `erniekit doctor` said. `ok` only if every check passed."""
+    """Output of `erniekit doctor`. `ok` only if every check passed."""
 
     ok: bool
     text: str

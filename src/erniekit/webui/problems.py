@@ -1,7 +1,7 @@
-"""Problems in the reader's language: what the program says in English, as a Chinese line. Used by page_context.py.
+"""Problems in the reader's language: English messages of the program as Chinese sentences. Used by page_context.py.
 
-Errors come from every room and are written in English. Those a page meets are known here by their pattern; of any other
-one the page says in Chinese that the value is wrong, and keeps the English text folded below.
+Errors come from every room and are written in English. Those a page meets are known here by their pattern; for any
+other one the page shows in Chinese that the value is wrong, and the English text folded below.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _FIX_PATTERNS = [(re.compile(pattern, re.DOTALL), text) for pattern, text in _FI
 
 @dataclass(frozen=True)
 class ProblemText:
-    """`original`: the English text, where the sentence does not say all of it."""
+    """`original`: the English text, where the sentence does not hold all of it."""
 
     what: str
     fix: str = ""

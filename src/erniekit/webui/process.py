@@ -15,7 +15,7 @@ from erniekit.process_stat import BOOT_ID, START_TICKS, folder_of, has_ended, st
 
 
 def identity(pid: int) -> str:
-    """Boot and start time of a living process as an opaque text; empty when it is gone (a zombie is gone)."""
+    """Boot and start time of a living process as an opaque text; empty when it has ended (a zombie has)."""
     if pid <= 0:
         return ""
     try:
@@ -45,7 +45,7 @@ def send(pid: int, expected: str, number: signal.Signals, group: bool = False) -
         else:
             os.kill(pid, number)
     except OSError as error:
-        if error.errno in (errno.ESRCH, errno.EINVAL):  # it is gone
+        if error.errno in (errno.ESRCH, errno.EINVAL):  # it has ended
             return False
         raise
     finally:

@@ -25,11 +25,11 @@ from erniekit.webui.jobs import State, WebJob
 
 RUN_FILE, METRICS = "run.json", "metrics.jsonl"
 MAX_DEPTH = 5  # folders below one that is searched
-MAX_FOLDERS = 5000  # looked into, of each folder that is searched
+MAX_FOLDERS = 5000  # visited below each folder that is searched
 MAX_RUNS = 500
 MAX_RUN_FILE = 20 * 2**20  # bytes of a run.json
 SEARCH_S = 10.0  # between two walks
-SILENT_S = 120.0  # without a new line of metrics a run of another terminal is taken for ended
+SILENT_S = 120.0  # without a new line of metrics a run of another terminal counts as ended
 SKIPPED = {"node_modules", "__pycache__", "site-packages"}
 # Origins of a value in run.json that its recipe did not give.
 NOT_GIVEN = ("default", "derived")
@@ -142,7 +142,7 @@ def _base(config: Path) -> str:
 
 
 def _search(root: Path) -> Iterator[Path]:
-    """Folders with a run.json, newest first; what lies inside a run is its own."""
+    """Folders with a run.json, newest first."""
     runs: list[tuple[float, Path]] = []
     for at, folders, files in islice(os.walk(root), MAX_FOLDERS):  # symlinks are not followed
         here = Path(at)

@@ -1,6 +1,6 @@
 """Texts of the page in English and Chinese: translate(key, lang) for its own, help_of and label_of for declared keys.
 
-Called by the pages. Every key that a form offers, and every word of the page, has both languages.
+Called by the pages. Every key that a form offers, and every text of the page, has both languages.
 """
 
 from __future__ import annotations
@@ -27,6 +27,6 @@ def help_of(key: str, lang: str = "en") -> str:
 
 
 def label_of(key: str, lang: str = "en") -> str:
-    """What a field is called; the key itself where nothing better is known: it is what the recipe will say."""
+    """What a field is called; the key itself where it has no label: the recipe shows the key."""
     english, chinese = LABELS.get(key, (key, key))
     return chinese if lang == "zh" else english

@@ -58,7 +58,7 @@ def keep(file: str, kind: str, root: Path) -> Path:
 
 
 def _short(name: str) -> str:
-    """The end of a name, with its suffix, in at most MAX_NAME bytes; never hidden, nor taken for an option."""
+    """The end of a name, with its suffix, in at most MAX_NAME bytes; neither hidden nor like an option."""
     cut = os.fsencode(name)[-MAX_NAME:].decode("utf-8", errors="ignore")
     return cut.strip(".-")
 

@@ -1,4 +1,4 @@
-"""Data preview: rows of the training file as the model will see them, the trained words coloured. In the Train tab."""
+"""Data preview: rows of the training file as the model will see them, the trained tokens marked. In the Train tab."""
 
 from __future__ import annotations
 

@@ -74,11 +74,11 @@ class FormFields:
         return self.components[list(self.specs).index(key)]
 
     def values(self, raw: Sequence[Any]) -> dict[str, Any]:
-        """What the components hold, by key; lists typed as words are split at commas."""
+        """What the components hold, by key; lists typed as text are split at commas."""
         out: dict[str, Any] = {}
         for (key, spec), value in zip(self.specs.items(), raw):
             if spec.kind == "list" and isinstance(value, str):
-                value = [word.strip() for word in value.split(",") if word.strip()]
+                value = [item.strip() for item in value.split(",") if item.strip()]
             if _may_be_empty(spec) and isinstance(value, str):
                 value = _number(value.strip(), spec.whole)
             if value is None or value == "" or value == []:
@@ -127,7 +127,7 @@ def _may_be_empty(spec: FieldSpec) -> bool:
 
 
 def _number(text: str, whole: bool) -> Any:
-    """What is typed as a number; other text as it is, for the form's check to speak of."""
+    """What is typed as a number; other text as it is, for the form's check to report."""
     try:
         return int(text) if whole else float(text)
     except ValueError:

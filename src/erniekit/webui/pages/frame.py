@@ -12,7 +12,7 @@ from erniekit.errors import ErnieKitError
 from erniekit.webui.pages.page_context import PageContext, notice
 from erniekit.webui.translations import LANGUAGES
 
-STORAGE = "erniekit"  # the browser's own drawer; what lies in it is no secret
+STORAGE = "erniekit"  # prefix in the browser's local storage; no secrets are in it
 
 
 class Frame:
@@ -52,7 +52,7 @@ class Frame:
         page.load(opened, [context.owner, self.stored_lang], [context.owner, context.lang], show_progress="hidden")
 
     def tabs(self, tabs: Any, tab_items: dict[str, Any], pages: dict[str, Any]) -> None:
-        """The list of runs is asked for while it is looked at; what is done with a run may happen in another tab."""
+        """The list of runs is polled while its tab is shown; actions on a run may open another tab."""
         context, runs = self.context, pages["runs"]
         event_options: dict[str, Any] = dict(show_progress="hidden", concurrency_limit=None)
         tab_items["runs"].select(

@@ -80,7 +80,7 @@ class PageContext:
 
 
 def folders(context: PageContext) -> dict[str, list[Any]]:
-    """What fields that name files offer: the results of this page, newest first, then what lies in the roots."""
+    """What fields that name files offer: the results of this page, newest first, then what is in the roots."""
     offers = suggest_paths(context.roots)
     results = [
         job.output_dir for job in context.jobs.list() if job.command == "train" and Path(job.output_dir).is_dir()
@@ -109,7 +109,7 @@ def problems_html(problems: list[FormProblem], lang: str) -> str:
 
 
 def _problem_html(problem: FormProblem, lang: str) -> str:
-    """What is wrong and the way out, escaped; the English original folded where only that says it."""
+    """What is wrong and how to fix it, escaped; the English original folded where there is no translation."""
     text = problem_text(problem.key, problem.what, problem.fix, lang)
     parts = [escape(text.what), f"<span>{escape(text.fix)}</span>" if text.fix else ""]
     if text.original:

@@ -17,7 +17,7 @@ from erniekit.webui.runs import RunRow
 from erniekit.webui.translations import translate
 
 COLUMNS = ("run", "state", "command", "model", "step", "loss", "eval_loss", "speed", "time", "left")
-# What a click in the table is called in gradio: one of its events for each, so that a listener hears its own alone.
+# The gradio event of each kind of click in the table, so that every listener gets only its own.
 EVENTS = {"open": "select", "choose": "input", "chat": "submit", "merge": "apply", "resume": "retry"}
 # The part of an element that carries data-act names the event; the rest of the table does nothing.
 CLICKS = """

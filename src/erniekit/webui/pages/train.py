@@ -1,4 +1,4 @@
-"""The Train tab: a form from the declared keys, the recipe it makes, a look at the data, the doctor, and the run live.
+"""The Train tab: a form from the declared keys, the recipe it makes, the data preview, the doctor, and the run live.
 
 Put together by app.py. The right side shows one thing at a time; pressing Start turns it to the live run.
 """
@@ -24,7 +24,7 @@ from erniekit.webui.pages.stage_choice import StageChoice
 from erniekit.webui.preview import doctor
 from erniekit.webui.translations import help_of, label_of
 
-# Rows of the first card; what is basic and not here goes to the drawer of its section.
+# Rows of the first card; other basic keys go to the accordion of their section.
 FIRST: tuple[tuple[str, ...], ...] = (
     ("model_name_or_path", "train_dataset_path"),
     ("fine_tuning", "compute_type", "device"),
@@ -208,7 +208,7 @@ class TrainPage:
             )
 
     def on_open(self, page: Any) -> None:
-        """A page that is opened: what its browser had started, the files there are now, and what the form says."""
+        """A page is opened: the job its browser had started, the files there are now, and the form's recipe."""
         self.live.on_open(page)
         for handler, outputs in self.files():
             page.load(handler, None, outputs, show_progress="hidden")
@@ -255,7 +255,7 @@ class TrainPage:
         return "\n".join([*kept, f"{key}: {value.strip()}"]), ""
 
     def filled(self, values: dict[str, Any]) -> list[Any]:
-        """The form set to a recipe's values; keys without a field go to the piece of YAML beside it."""
+        """The form set to a recipe's values; keys without a field go to the YAML under Advanced options."""
         if (given := values.get("stage", FIRST_STAGE)) not in STAGES:
             raise ConfigError(
                 f"the page has no form for stage {given}", where="stage", fix="one of " + ", ".join(STAGES)
