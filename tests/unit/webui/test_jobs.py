@@ -170,6 +170,16 @@ def test_resume_runs_the_same_recipe_in_the_same_folder_without_starting_anew(jo
     assert stand.asked[0] == stand.asked[1]
 
 
+def test_a_job_that_an_earlier_version_stored_is_read(jobs: Jobs, stand: Stand) -> None:
+    stand.program = "pass"
+    job = until(jobs, jobs.start("train", RECIPE, "anna").id, lambda job: not job.is_running)
+    file = Path(job.folder) / "job.json"
+    stored = json.loads(file.read_text())
+    earlier = {"command": "word", "owner": "who", "stop_requested": "asked_to_stop"}
+    file.write_text(json.dumps({earlier.get(name, name): value for name, value in stored.items()}))
+    assert jobs.get(job.id) == job
+
+
 def test_what_runs_is_not_resumed_and_not_deleted(jobs: Jobs) -> None:
     job = jobs.start("train", RECIPE)
     for action in (jobs.resume, jobs.delete):
