@@ -86,20 +86,21 @@ class ProblemText:
     original: str = ""
 
 
-def problem_text(key: str, what: str, fix: str, lang: str) -> ProblemText:
-    """One problem in a language; `key` is the key it is about, or empty. Addresses in it are shown without secrets."""
+def problem_text(key: str, what: str, fix: str, lang: str, page: str = "") -> ProblemText:
+    """One problem in a language; `key` is the key it is about, or empty; `page`: whose field it is. Addresses in
+    it are shown without secrets."""
     what, fix = public(what), public(fix)
+    is_help = key in KEYS and fix == KEYS[key].help
+    if is_help:  # as the page's own field has it
+        fix = help_of(key, lang, page)
     if lang != "zh":
         return ProblemText(what.removeprefix(f"{key} ") if key else what, fix)
     what_zh = _match(_PROBLEM_PATTERNS, what)
-    label = f"{label_of(key, lang)}：" if key in KEYS else ""
+    label = f"{label_of(key, lang, page)}：" if key in KEYS else ""
     if what_zh is None:
         english = f"{what} ({fix})" if fix else what
         return ProblemText(f"{label}此项有误" if label else "操作未能完成", "", english)
-    fix_zh = _match(_FIX_PATTERNS, fix)
-    if fix_zh is None and key in KEYS and fix == KEYS[key].help:
-        fix_zh = help_of(key, lang)
-    return ProblemText(label + what_zh, fix_zh or "")
+    return ProblemText(label + what_zh, fix if is_help else _match(_FIX_PATTERNS, fix) or "")
 
 
 def _match(patterns: list[tuple[re.Pattern[str], str]], text: str) -> str | None:

@@ -40,10 +40,10 @@ def thought_and_answer(text: str) -> tuple[str, str]:
 
 
 def samples_html(rows: list[dict[str, Any]], labels: dict[str, str]) -> str:
-    """`labels`: title, prompt, answer, expected, thinking and step in the reader's language."""
+    """`labels`: title (with a {step}), prompt, answer, expected and thinking in the reader's language."""
     if not rows:
         return ""
-    title = f"{labels['title']} · {labels['step']} {rows[-1]['global_step']}"
+    title = labels["title"].format(step=rows[-1]["global_step"])
     cards = "".join(_card(row, labels) for row in rows)
     return f'<div class="ek-title">{escape(title)}</div>{cards}'
 

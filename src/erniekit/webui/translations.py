@@ -20,13 +20,15 @@ def translate(key: str, lang: str = "en", **values: object) -> str:
     return text.format(**values) if values else text
 
 
-def help_of(key: str, lang: str = "en") -> str:
-    """What a declared key does."""
+def help_of(key: str, lang: str = "en", page: str = "") -> str:
+    """What a declared key does; on some pages something narrower than in a recipe of training."""
+    if f"{page}.{key}.info" in TRANSLATIONS:
+        return translate(f"{page}.{key}.info", lang)
     english = KEYS[key].help if key in KEYS else ""
     return HELP_ZH.get(key) or ADVANCED_ZH.get(key, english) if lang == "zh" else english
 
 
-def label_of(key: str, lang: str = "en") -> str:
+def label_of(key: str, lang: str = "en", page: str = "") -> str:
     """What a field is called; the key itself where it has no label: the recipe shows the key."""
-    english, chinese = LABELS.get(key, (key, key))
+    english, chinese = TRANSLATIONS.get(f"{page}.{key}") or LABELS.get(key, (key, key))
     return chinese if lang == "zh" else english

@@ -137,7 +137,7 @@ HELP_ZH: dict[str, str] = {
     "adam_beta2": "梯度平方均值的衰减；大模型常用 0.95。",
     "compute_type": "bf16（主权重为 fp32），或 fp32；fp8 用于 FP8 推理；"
     "wint8、wint4/8、nf4 是以 bf16 训练这种 frozen_base 上的 LoRA。",
-    "recompute": "约多三分之一的时间，显存大幅减少。",
+    "recompute": "多用约三分之一的时间，换取显存大幅减少。",
     "offload_optim": "两次更新之间把优化器状态放在内存；每步会变慢。",
     "save_steps": "两个检查点之间的步数。",
     "save_total_limit": "保留的检查点数，至少 2；不填则全部保留。",
@@ -166,7 +166,7 @@ HELP_ZH: dict[str, str] = {
     "teacher_model_name_or_path": "SFT：除数据外还学习此模型在整个词表上的概率；模型目录或模型库名称，词表须相同。",
     "distill_alpha": "KL 散度的权重；其余为数据的交叉熵。",
     "distill_temperature": "计算 KL 散度时两个模型的 logits 都除以此值。",
-    "distill_kl": "forward：KL(教师, 学生)，覆盖教师的全部说法；reverse：KL(学生, 教师)，只保留教师有把握的。",
+    "distill_kl": "forward：KL(教师, 学生)，覆盖教师的整个分布；reverse：KL(学生, 教师)，集中于教师概率高的回答。",
     "freeze_config": "视觉模型中不训练的部分：视觉塔、语言模型、重采样器。",
     "vit_lr_ratio": "视觉塔每一层的学习率占下一层的比例。",
     "max_pixels": "模型所见图片的最大像素数，784 像素为一个词元；不填则用模型自身的值。",

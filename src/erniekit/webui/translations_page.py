@@ -96,11 +96,12 @@ TRANSLATIONS: dict[str, tuple[str, str]] = {
     "data.rows": ("Rows", "样本"),
     "data.trained": ("trained", "参与训练"),
     "data.not_trained": ("read only", "仅作上下文"),
+    "data.format": ("format: {name}", "格式：{name}"),
     "data.previous": ("Previous", "上一页"),
     "data.next": ("Next", "下一页"),
     "data.none": ("No rows.", "没有样本。"),
     # watching a job
-    "watch.samples": ("Samples", "生成样例"),
+    "watch.samples": ("Samples at step {step}", "生成样例（第 {step} 步）"),
     "watch.prompt": ("Prompt", "提示词"),
     "watch.expected": ("Expected", "参考回答"),
     "watch.stop": ("Stop", "停止"),
@@ -139,7 +140,7 @@ TRANSLATIONS: dict[str, tuple[str, str]] = {
         "标签页关闭后模型已卸载。重新加载即可继续。",
     ),
     "chat.message": ("Message", "消息"),
-    "chat.pictures": ("Add pictures", "添加图片或视频"),
+    "chat.pictures": ("Add pictures", "图片/视频"),
     # export
     "export.merge": ("Merge", "合并"),
     "export.split": ("Split", "切分"),
@@ -194,7 +195,7 @@ TRANSLATIONS: dict[str, tuple[str, str]] = {
     "runs.column.eval_loss": ("Eval loss", "评估损失"),
     "runs.column.speed": ("Tokens/s", "词元/秒"),
     "runs.column.time": ("Time", "用时"),
-    "runs.column.left": ("Time left", "剩余"),
+    "runs.column.left": ("Time left", "剩余时间"),
     "chat.model": ("Model", "模型"),
     "chat.model.info": ("Adapters and their base, side by side.", "LoRA 与其基座模型可分别提问。"),
     "chat.sampling": ("Sampling", "采样设置"),
@@ -207,6 +208,12 @@ TRANSLATIONS: dict[str, tuple[str, str]] = {
         "将 LoRA 合并进基座模型并验证结果：比较合并前后的 logits。"
         "训练输出目录中的 LoRA 合并到其 <code>export</code> 子目录；此处另选的 LoRA 合并到输出目录。",
     ),
+    # keys that mean something narrower on a page than in a recipe of training
+    "evaluate.eval_dataset_path.info": ("Files to evaluate on.", "用于评估的文件。"),
+    "evaluate.output_dir.info": ("Folder for the results.", "评估结果的目录。"),
+    "evaluate.compute_type.info": ("Precision of the computation.", "计算时使用的精度。"),
+    "chat.compute_type.info": ("Precision of the computation.", "计算时使用的精度。"),
+    "evaluate.max_seq_len.info": ("Tokens per sequence.", "每条序列的词元数。"),
     "export.output_dir": ("Run", "训练结果"),
     "export.output_dir.info": (
         "Folder of the training run whose adapters are merged.",

@@ -163,7 +163,7 @@ class ChatPage:
     def load_model(self, lang: str, owner: str, id: str, request: gr.Request, *raw: Any) -> list[Any]:
         text, problems = recipe({**self.fields.values(raw), "port": 0}, "", "chat", self.context)
         if problems:
-            raise gr.Error(problems_html(problems, lang), duration=12, print_exception=False)
+            raise gr.Error(problems_html(problems, lang, "chat"), duration=12, print_exception=False)
         try:
             if id:
                 self.context.jobs.stop(id)

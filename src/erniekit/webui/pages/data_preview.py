@@ -70,10 +70,12 @@ def preview_html(found: Preview, start: int, lang: str) -> str:
         return f'<pre class="ek-report bad">{escape(found.error)}</pre>'
     last = start + len(found.rows)
     count = f"{start + 1}-{last}" + (f" / {found.total:,}" if found.total else "")
+    facts = f"{translate('data.rows', lang)} {count}", translate("data.format", lang, name=found.format)
     legend = (
         f'<div class="ek-legend"><span><i class="trained"></i>{escape(translate("data.trained", lang))}</span>'
         f"<span><i></i>{escape(translate('data.not_trained', lang))}</span>"
-        f"<span>{escape(translate('data.rows', lang))} {count}</span><span>{escape(found.format)}</span></div>"
+        + "".join(f"<span>{escape(fact)}</span>" for fact in facts)
+        + "</div>"
     )
     return legend + "".join(_row(row, lang) for row in found.rows)
 

@@ -41,7 +41,11 @@ class FormFields:
 
     def _kind(self, spec: FieldSpec, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         key, kind = spec.key, spec.kind
-        texts: dict[str, Any] = {"label": lambda lang: label_of(key, lang), "info": lambda lang: help_of(key, lang)}
+        page = self.page
+        texts: dict[str, Any] = {
+            "label": lambda lang: label_of(key, lang, page),
+            "info": lambda lang: help_of(key, lang, page),
+        }
         options.setdefault("value", spec.default)
         if kind == "flag" and spec.default is None:  # undecided is a value of its own
             options.update(value="", choices=["", "True", "False"])

@@ -51,8 +51,7 @@ class JobForm:
         if key == "output_dir" and key not in self.form.needed:
             options.update(value="", texts={"placeholder": "train.own_folder"})
         if key == "output_dir" and key in self.form.needed:  # of these commands it is what they start from
-            page = self.page
-            options.update(value=None, texts={"label": f"{page}.output_dir", "info": f"{page}.output_dir.info"})
+            options.update(value=None)
         self.fields.add(spec, **options)
 
     def _recipe_box(self) -> None:
@@ -110,7 +109,7 @@ class JobForm:
 
     def _recipe(self, lang: str, *raw: Any) -> tuple[str, str]:
         text, problems = recipe(self.fields.values(raw), "", self.page, self.context)
-        return public(text) or f"# {translate('recipe.empty', lang)}\n", problems_html(problems, lang)
+        return public(text) or f"# {translate('recipe.empty', lang)}\n", problems_html(problems, lang, self.page)
 
     def _load(self, lang: str, file: str) -> list[Any]:
         return self.fields.updates(uploaded(file, lang))
@@ -118,7 +117,7 @@ class JobForm:
     def _start(self, lang: str, owner: str, *raw: Any) -> list[Any]:
         text, problems = recipe(self.fields.values(raw), "", self.page, self.context)
         if problems:
-            raise gr.Error(problems_html(problems, lang), duration=12, print_exception=False)
+            raise gr.Error(problems_html(problems, lang, self.page), duration=12, print_exception=False)
         try:
             return self.monitor.show(self.context.jobs.start(self.form.command, text, owner), lang)
         except ErnieKitError as error:

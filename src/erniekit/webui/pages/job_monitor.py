@@ -25,7 +25,6 @@ LOG_LINES = 300
 CURVES = ("loss", "learning_rate", "tokens_per_second")
 SAMPLE_LABELS = {
     "title": "watch.samples",
-    "step": "tile.step",
     "prompt": "watch.prompt",
     "answer": "chat.answer",
     "expected": "watch.expected",

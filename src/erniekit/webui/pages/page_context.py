@@ -97,20 +97,21 @@ def folders(context: PageContext) -> dict[str, list[Any]]:
     return offers
 
 
-def problems_html(problems: list[FormProblem], lang: str) -> str:
+def problems_html(problems: list[FormProblem], lang: str, page: str = "") -> str:
     """What is wrong, a line each with the way out; or that nothing is."""
     if not problems:
         return f'<div class="ek-good">{escape(translate("form.good", lang))}</div>'
     rows = "".join(
-        f"<li><b>{escape(p.key or translate('form.together', lang))}</b>{_problem_html(p, lang)}</li>" for p in problems
+        f"<li><b>{escape(p.key or translate('form.together', lang))}</b>{_problem_html(p, lang, page)}</li>"
+        for p in problems
     )
     only_missing = all(p.what.endswith("must be given") for p in problems)
     return f'<ul class="ek-problems{" missing" if only_missing else ""}">{rows}</ul>'
 
 
-def _problem_html(problem: FormProblem, lang: str) -> str:
+def _problem_html(problem: FormProblem, lang: str, page: str = "") -> str:
     """What is wrong and how to fix it, escaped; the English original folded where there is no translation."""
-    text = problem_text(problem.key, problem.what, problem.fix, lang)
+    text = problem_text(problem.key, problem.what, problem.fix, lang, page)
     parts = [escape(text.what), f"<span>{escape(text.fix)}</span>" if text.fix else ""]
     if text.original:
         title = escape(translate("form.original", lang))
