@@ -201,18 +201,18 @@ def build(settings: PageSettings, context: PageContext | None = None) -> Any:
     with gr.Blocks(title="erniekit", fill_width=True, analytics_enabled=False, delete_cache=(3600, 3600)) as page:
         frame = Frame(context, __version__)
         kinds = {"train": TrainPage, "runs": RunsPage, "evaluate": EvaluatePage, "chat": ChatPage, "export": ExportPage}
-        named: dict[str, Any] = {}
-        parts: dict[str, Any] = {}
+        tab_items: dict[str, Any] = {}
+        pages: dict[str, Any] = {}
         with gr.Tabs(selected="train", elem_id="ek-tabs") as tabs:
             for name, kind in kinds.items():
-                with labels.make(gr.Tab, {"label": f"tab.{name}"}, id=name) as named[name]:
-                    parts[name] = kind(context)
+                with labels.make(gr.Tab, {"label": f"tab.{name}"}, id=name) as tab_items[name]:
+                    pages[name] = kind(context)
         frame.wire(page, settings.lang)
-        frame.tabs(tabs, named, parts)
+        frame.tabs(tabs, tab_items, pages)
         for name in ("train", "evaluate", "chat", "export"):
-            parts[name].on_open(page)
-            for handler, outputs in parts[name].files():
-                named[name].select(handler, None, outputs, show_progress="hidden")
+            pages[name].on_open(page)
+            for handler, outputs in pages[name].files():
+                tab_items[name].select(handler, None, outputs, show_progress="hidden")
     page.queue(max_size=MAX_EVENTS)
     return page
 

@@ -28,24 +28,24 @@ def links_in(folder: Path, inside: Callable[[Path], bool]) -> tuple[list[Path], 
     that of too large a folder the upper ones, which jobs write to, are seen.
     """
     links: list[Path] = []
-    left = MAX_ENTRIES
-    todo, seen = deque([folder]), {os.path.realpath(folder)}
-    while todo:
-        here = todo.popleft()
+    remaining = MAX_ENTRIES
+    pending, visited = deque([folder]), {os.path.realpath(folder)}
+    while pending:
+        here = pending.popleft()
         try:
             with os.scandir(here) as entries:
                 for entry in entries:
-                    left -= 1
-                    if left < 0:
+                    remaining -= 1
+                    if remaining < 0:
                         return links, False
                     if entry.is_symlink():
                         links.append(Path(entry.path))
                     elif not entry.is_dir(follow_symlinks=False):
                         continue
                     real = os.path.realpath(entry.path)
-                    if real not in seen and (not entry.is_symlink() or (inside(Path(real)) and os.path.isdir(real))):
-                        seen.add(real)
-                        todo.append(Path(real))
+                    if real not in visited and (not entry.is_symlink() or (inside(Path(real)) and os.path.isdir(real))):
+                        visited.add(real)
+                        pending.append(Path(real))
         except OSError:  # a file, nothing yet, or nothing that the job could read either
             continue
     return links, True

@@ -117,17 +117,17 @@ def check_files(body: bytes, folders: Sequence[Path]) -> None:
     if not body:
         return
     try:
-        todo = [json.loads(body)]
+        values = [json.loads(body)]
     except (ValueError, RecursionError):
         raise Refused(400, "this is not JSON") from None
-    while todo:
-        value = todo.pop()
+    while values:
+        value = values.pop()
         if isinstance(value, dict):
             if "path" in value and not is_uploaded(value["path"], folders):
                 raise Refused(403, "this file was not uploaded")
-            todo.extend(value.values())
+            values.extend(value.values())
         elif isinstance(value, list):
-            todo.extend(value)
+            values.extend(value)
 
 
 def is_uploaded(path: Any, folders: Sequence[Path]) -> bool:
@@ -169,9 +169,9 @@ def _refuse_closed(scope: Scope) -> None:
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
     """The body once more, in one piece; after it what the client does."""
-    left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receiving() -> Message:
-        return left.pop() if left else await receive()
+        return pending.pop() if pending else await receive()
 
     return receiving

@@ -109,15 +109,15 @@ def preview(
         f"{which}_dataset_path", f"{which}_dataset_type",
         *VISION_KEYS,
     )  # fmt: skip
-    kept = {name: value for name, value in {**forms.form(page).fixed, **values}.items() if name in wanted}
-    kept = {name.replace("eval_", "train_", 1): value for name, value in kept.items()}
-    problems = forms.check_each(kept, roots)
-    if not kept.get("train_dataset_path"):
+    values_read = {name: value for name, value in {**forms.form(page).fixed, **values}.items() if name in wanted}
+    values_read = {name.replace("eval_", "train_", 1): value for name, value in values_read.items()}
+    problems = forms.check_each(values_read, roots)
+    if not values_read.get("train_dataset_path"):
         problems = [FormProblem(f"{which}_dataset_path", f"{which}_dataset_path must be given", "")]
     if problems:
         return _refused(*problems)
     try:
-        recipe = forms.to_yaml(roots.resolve_values(kept), page)
+        recipe = forms.to_yaml(roots.resolve_values(values_read), page)
     except ConfigError as error:
         return _refused(FormProblem("", error.what, error.fix))
     arguments = ["--json", "--from", str(max(0, int(start))), "--rows", str(min(100, max(1, int(count))))]

@@ -35,8 +35,8 @@ def last_samples(folder: Path) -> list[dict[str, Any]]:
 
 def thought_and_answer(text: str) -> tuple[str, str]:
     """The part between <think> marks at the beginning, and the rest."""
-    found = _THOUGHT.match(text)
-    return (found[1].strip(), text[found.end() :].strip()) if found else ("", text)
+    match = _THOUGHT.match(text)
+    return (match[1].strip(), text[match.end() :].strip()) if match else ("", text)
 
 
 def samples_html(rows: list[dict[str, Any]], labels: dict[str, str]) -> str:

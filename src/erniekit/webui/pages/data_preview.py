@@ -40,12 +40,12 @@ class DataPreview:
             )
 
     def shown(self, values: Mapping[str, Any], stage: str, lang: str, start: int = 0) -> list[Any]:
-        found = preview(values, self.context.roots, STAGES[stage], start, ROWS)
-        more = found.total > start + len(found.rows)
+        preview_data = preview(values, self.context.roots, STAGES[stage], start, ROWS)
+        more = preview_data.total > start + len(preview_data.rows)
         return [
             {"values": dict(values), "stage": stage},
             start,
-            preview_html(found, start, lang),
+            preview_html(preview_data, start, lang),
             gr.update(visible=bool(start or more)),
             gr.update(interactive=start > 0),
             gr.update(interactive=more),
@@ -63,21 +63,21 @@ class DataPreview:
         return turn
 
 
-def preview_html(found: Preview, start: int, lang: str) -> str:
-    if found.problems:
-        return problems_html(list(found.problems), lang)
-    if found.error:
-        return f'<pre class="ek-report bad">{escape(found.error)}</pre>'
-    last = start + len(found.rows)
-    count = f"{start + 1}-{last}" + (f" / {found.total:,}" if found.total else "")
-    facts = f"{translate('data.rows', lang)} {count}", translate("data.format", lang, name=found.format)
+def preview_html(preview_data: Preview, start: int, lang: str) -> str:
+    if preview_data.problems:
+        return problems_html(list(preview_data.problems), lang)
+    if preview_data.error:
+        return f'<pre class="ek-report bad">{escape(preview_data.error)}</pre>'
+    last = start + len(preview_data.rows)
+    count = f"{start + 1}-{last}" + (f" / {preview_data.total:,}" if preview_data.total else "")
+    facts = f"{translate('data.rows', lang)} {count}", translate("data.format", lang, name=preview_data.format)
     legend = (
         f'<div class="ek-legend"><span><i class="trained"></i>{escape(translate("data.trained", lang))}</span>'
         f"<span><i></i>{escape(translate('data.not_trained', lang))}</span>"
         + "".join(f"<span>{escape(fact)}</span>" for fact in facts)
         + "</div>"
     )
-    return legend + "".join(_row(row, lang) for row in found.rows)
+    return legend + "".join(_row(row, lang) for row in preview_data.rows)
 
 
 def _row(row: PreviewRow, lang: str) -> str:
@@ -105,10 +105,10 @@ def _medium(medium: PreviewMedium, lang: str) -> str:
 def fold_thoughts(html: str, title: str) -> str:
     """A row's text, already escaped, with what stands between <think> marks folded."""
 
-    def fold(found: re.Match[str]) -> str:
-        inside = found[1]
+    def fold(match: re.Match[str]) -> str:
+        inside = match[1]
         if not inside.strip() or inside.count("<mark") != inside.count("</mark>"):  # it would be cut in the middle
-            return found[0]
+            return match[0]
         return f'<details class="ek-thought"><summary>{escape(title)}</summary>{inside}</details>'
 
     return _THOUGHT.sub(fold, html)
