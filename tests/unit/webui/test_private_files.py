@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,7 +38,12 @@ def test_folders_and_files_of_the_page_are_closed_to_other_accounts(
 ) -> None:
     home = room / "webui"
     home.mkdir(mode=0o775)  # as an earlier version left it
-    jobs = Jobs(home, Roots([room]), lambda argv, log, folder: [append(log).close(), stand(argv, log, folder)][1])
+
+    def launch(argv: list[str], log: Path, folder: Path) -> subprocess.Popen[bytes]:
+        append(log).close()  # as start_process creates it
+        return stand(argv, log, folder)
+
+    jobs = Jobs(home, Roots([room]), launch)
     stand.program = "print('step 1')"
     for recipe in ("train", RECIPE), ("server", "model_name_or_path: model\nport: 0\n"):
         until(jobs, jobs.start(*recipe).id, lambda job: not job.is_running)
