@@ -1,12 +1,11 @@
-"""The page in a real Chromium: a person uploads, trains and watches, stops, names, opens and compares runs, and reads
-every tab in Chinese. test_webui_flow.py goes through all of it, in both languages, in `make test-full`.
+"""The page in a real Chromium: a person uploads, trains and watches, stops, names, opens, compares and deletes runs,
+and reads every tab in Chinese. test_webui_flow.py goes through all of it, in both languages, in `make test-full`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -15,6 +14,8 @@ import pytest
 import yaml
 
 from erniekit.webui.app import HOME
+from erniekit.webui.jobs import Jobs
+from erniekit.webui.paths import Roots
 from support.browsing import Hands, WebUI, chromium, why_not
 from support.webui_room import TABS, end_jobs, make_room
 
@@ -53,6 +54,7 @@ def test_a_person_uploads_trains_and_reads_the_log_names_opens_and_compares_runs
         watch_and_stop(hands)
         follow_the_log(hands)
         read_in_chinese(hands)
+        delete(hands, folder)
         assert not hands.faults
         ours = urlsplit(webui.url).netloc
         assert not [url for url in hands.asked if urlsplit(url).netloc not in (ours, "")], "the page asked elsewhere"
@@ -69,10 +71,12 @@ def upload(hands: Hands, folder: Path, tmp_path: Path) -> None:
     hands.upload("train-load", tmp_path / "mine.yaml")
     hands.until(lambda: "adam_beta1" in hands.text("#train-yaml"), 150, "the uploaded recipe in the form")
     assert (folder / HOME / "recipes" / "mine.yaml").is_file()
-    shutil.copyfile(folder / "demo" / "data" / "sft.jsonl", tmp_path / "mine.jsonl")
-    hands.upload("train-upload", tmp_path / "mine.jsonl")
-    hands.until(lambda: "data/mine.jsonl" in hands.text("#train-yaml"), 150, "the uploaded data in the form")
-    assert (folder / HOME / "data" / "mine.jsonl").is_file()
+    rows = (folder / "demo" / "data" / "sft.jsonl").read_text(encoding="utf-8").splitlines()
+    messy = "\ufeff" + "\r\n".join([rows[0], "", *rows[1:]])  # as an editor of another system saves it
+    (tmp_path / "我的 rows.jsonl").write_bytes(messy.encode())
+    hands.upload("train-upload", tmp_path / "我的 rows.jsonl")
+    hands.until(lambda: "data/我的-rows.jsonl" in hands.text("#train-yaml"), 150, "the uploaded data in the form")
+    assert (folder / HOME / "data" / "我的-rows.jsonl").is_file()
     hands.page.locator("#train-model_name_or_path input").click()
     offered = hands.page.locator("ul[role=listbox] li").all_inner_texts()
     assert any("demo/model" in name for name in offered)
@@ -138,6 +142,18 @@ def name_open_and_compare(hands: Hands, folder: Path) -> None:
     assert hands.page.locator("#runs-compared .chart").first.locator("path[class^=s]").count() == 2
     rows = hands.page.locator("#runs-compared tbody tr").all_inner_texts()
     assert [row.split() for row in rows] == [["learning_rate", "0.001", "0.002"]], "the settings that differ"
+
+
+def delete(hands: Hands, folder: Path) -> None:
+    """The stopped run, with the folder that the page made for it; the data it was trained on stays."""
+    (job,) = [job for job in Jobs(folder / HOME, Roots([folder])).list() if job.command == "train"]
+    hands.tab(TABS["zh"][1])
+    row = hands.page.locator(f'#runs-table tr[data-row="{job.id}"]')
+    row.locator(".ek-open").click()
+    hands.see("#runs-delete").click()  # and the question is answered with yes
+    hands.until(lambda: not row.count(), 60, "a list without the run")
+    assert not Path(job.folder).exists()
+    assert (folder / HOME / "data" / "我的-rows.jsonl").is_file()
 
 
 def read_in_chinese(hands: Hands) -> None:

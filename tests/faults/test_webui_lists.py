@@ -175,18 +175,18 @@ def test_the_reader_of_a_run_finds_nothing_outside_in_whatever_the_page_lets_thr
                     tried += 1
                     text = f"{first}{gap}{second}"
                     try:
-                        settled = roots.settle_one(key, text)
+                        resolved = roots.resolve_value(key, text)
                     except ErnieKitError:
                         continue
                     passed += 1
                     if key == "data_weights":
-                        assert not Path(settled).is_file() or roots.holds(Path(os.path.realpath(settled)))
+                        assert not Path(resolved).is_file() or roots.holds(Path(os.path.realpath(resolved)))
                         continue
                     named = (
-                        pretrain._listed(settled) if key == "data_filelist" else pretrain._weighted_names(settled)[0]
+                        pretrain._listed(resolved) if key == "data_filelist" else pretrain._weighted_names(resolved)[0]
                     )
                     for name in named:
-                        assert roots.holds(Path(os.path.realpath(Path(name).expanduser()))), (key, text, settled)
+                        assert roots.holds(Path(os.path.realpath(Path(name).expanduser()))), (key, text, resolved)
     assert tried > passed > 20
 
 

@@ -59,9 +59,13 @@ class WebUI:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "ERNIEKIT_CACHE": str(folder / "cache")}
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(command, cwd=folder, stdout=out, stderr=out, env=env)
-        until(lambda: "ready: " in self.text or self.process.poll() is not None, 90)
-        found = re.search(r"ready: (http://\S+)", self.text)
-        assert found, self.text
+        try:
+            until(lambda: "ready: " in self.text or self.process.poll() is not None, 2 * PATIENCE_S)
+            found = re.search(r"ready: (http://\S+)", self.text)
+            assert found, self.text
+        except AssertionError:
+            self.close()  # a page that is late must not outlive its test
+            raise
         self.url = found[1]
 
     @property
@@ -92,6 +96,17 @@ def chromium(width: int = 1440, height: int = 900) -> Iterator[Any]:
             yield context
         finally:
             browser.close()
+
+
+@contextmanager
+def another_browser(context: Any) -> Iterator[Any]:
+    """As that of another person: nothing that the first one stores is known to it."""
+    other = context.browser.new_context(viewport={"width": 1440, "height": 900}, reduced_motion="reduce")
+    try:
+        other.set_default_timeout(PATIENCE_S * 1000)
+        yield other
+    finally:
+        other.close()
 
 
 class Hands:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 
 from erniekit.track.curves import Curve
-from erniekit.track.units import short
+from erniekit.track.units import scientific, short
 
 WIDTH, HEIGHT = 560, 230
 LEFT, RIGHT, TOP, BOTTOM = 56, 14, 12, 26  # room for tick labels
@@ -119,10 +119,14 @@ def _span(low: float, high: float, margin: float) -> tuple[float, float]:
 
 def _grid(x: Scale, y: Scale) -> str:
     parts = []
-    for value in ticks(y.low, y.high, 4):
+    values = ticks(y.low, y.high, 4)
+    # All of them as powers of ten where one is: 0.00105 next to 9.5e-4 is hard to compare.
+    small = any("e-" in short(value) for value in values)
+    for value in values:
         at = f"{y(value):.1f}"
+        text = scientific(value) if small and value else short(value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at}" y2="{at}"></line>')
-        parts.append(f'<text x="{LEFT - 8}" y="{at}" dy="0.32em" text-anchor="end">{short(value)}</text>')
+        parts.append(f'<text x="{LEFT - 8}" y="{at}" dy="0.32em" text-anchor="end">{text}</text>')
     for value in ticks(x.low, x.high, 5):
         if value == int(value) and x(value) > LEFT + 10:  # half a step is no step; "step" stands at the left end
             at = f"{x(value):.1f}"

@@ -33,10 +33,13 @@ def short(value: float) -> str:
         if size >= bound:
             divisor = 1e3 if suffix == "k" else bound
             return f"{value / divisor:.4g}{suffix}"
-    if size != 0 and size < 1e-3:
-        mantissa, exponent = f"{value:.2e}".split("e")
-        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
-    return f"{value:.4g}"
+    return scientific(value) if size != 0 and size < 1e-3 else f"{value:.4g}"
+
+
+def scientific(value: float) -> str:
+    """1e-5, 9.5e-4."""
+    mantissa, exponent = f"{value:.2e}".split("e")
+    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
 def duration(seconds: float) -> str:

@@ -28,7 +28,7 @@ NEVER = {
 }
 
 
-def most(name: str) -> int | None:
+def limit_of(name: str) -> int | None:
     """The largest value of a key that counts processes, threads or what they keep in memory; None for other keys."""
     cores = os.cpu_count() or 1
     limits = {
@@ -47,8 +47,8 @@ def most(name: str) -> int | None:
 
 
 def check_number(name: str, value: Any) -> None:
-    """A list is counted: each word of `devices` becomes a process."""
-    limit = most(name)
+    """A list is counted: each entry of `devices` becomes a process."""
+    limit = limit_of(name)
     if limit is None or value is None:
         return
     count = len(value) if isinstance(value, (list, tuple)) else value

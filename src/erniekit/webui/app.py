@@ -67,41 +67,41 @@ def webui_command(args: list[str]) -> int:
 
 def settings_from(args: list[str]) -> PageSettings:
     """key=value or --key value, and --no-token; `root` may hold several folders, and come several times."""
-    found = PageSettings(port=_port(os.environ.get("GRADIO_SERVER_PORT", "7860"), "GRADIO_SERVER_PORT"))
-    words = list(args)
-    while words:
-        word = words.pop(0)
-        if word == "--no-token":
-            found = replace(found, no_token=True)
+    settings = PageSettings(port=_port(os.environ.get("GRADIO_SERVER_PORT", "7860"), "GRADIO_SERVER_PORT"))
+    arguments = list(args)
+    while arguments:
+        argument = arguments.pop(0)
+        if argument == "--no-token":
+            settings = replace(settings, no_token=True)
             continue
-        name, equals, value = word.removeprefix("--").partition("=")
+        name, equals, value = argument.removeprefix("--").partition("=")
         if not equals:
-            value = words.pop(0) if word.startswith("--") and words else ""
+            value = arguments.pop(0) if argument.startswith("--") and arguments else ""
         if not value:
-            raise ConfigError(f"webui does not know {word!r}", where="command line", fix=USAGE)
+            raise ConfigError(f"webui does not know {argument!r}", where="command line", fix=USAGE)
         if name == "host":
-            found = replace(found, host=value)
+            settings = replace(settings, host=value)
         elif name == "port":
-            found = replace(found, port=_port(value, "port"))
+            settings = replace(settings, port=_port(value, "port"))
         elif name == "root":
-            found = replace(found, roots=(*found.roots, *(folder for folder in value.split(",") if folder)))
+            settings = replace(settings, roots=(*settings.roots, *(folder for folder in value.split(",") if folder)))
         elif name == "runs":
-            found = replace(found, runs=(*found.runs, *(folder for folder in value.split(",") if folder)))
+            settings = replace(settings, runs=(*settings.runs, *(folder for folder in value.split(",") if folder)))
         elif name == "name":
-            found = replace(found, names=(*found.names, *value.split(",")))
+            settings = replace(settings, names=(*settings.names, *value.split(",")))
         elif name == "idle":
-            found = replace(found, idle=_minutes(value))
+            settings = replace(settings, idle=_minutes(value))
         elif name == "lang" and value in ("en", "zh", "auto"):
-            found = replace(found, lang=value)
+            settings = replace(settings, lang=value)
         else:
-            raise ConfigError(f"webui does not know {word!r}", where="command line", fix=USAGE)
-    if found.no_token and not is_loopback(found.host):
+            raise ConfigError(f"webui does not know {argument!r}", where="command line", fix=USAGE)
+    if settings.no_token and not is_loopback(settings.host):
         raise ConfigError(
-            f"host {found.host} lets other machines in, and they need a token",
+            f"host {settings.host} lets other machines in, and they need a token",
             where="--no-token",
             fix="leave --no-token out, or keep host=127.0.0.1",
         )
-    return found
+    return settings
 
 
 def _port(text: str, where: str) -> int:
@@ -172,7 +172,7 @@ def check_paths(page: Any) -> None:
 
 
 def make_context(settings: PageSettings) -> PageContext:
-    """What the tabs share: jobs, runs, roots, words, and the chat models that are loaded."""
+    """What the tabs share: jobs, runs, roots, texts, and the leases of loaded chat models."""
     from erniekit.webui.pages.page_context import Labels, PageContext
 
     roots = Roots(settings.roots)
@@ -201,18 +201,18 @@ def build(settings: PageSettings, context: PageContext | None = None) -> Any:
     with gr.Blocks(title="erniekit", fill_width=True, analytics_enabled=False, delete_cache=(3600, 3600)) as page:
         frame = Frame(context, __version__)
         kinds = {"train": TrainPage, "runs": RunsPage, "evaluate": EvaluatePage, "chat": ChatPage, "export": ExportPage}
-        named: dict[str, Any] = {}
-        parts: dict[str, Any] = {}
+        tab_items: dict[str, Any] = {}
+        pages: dict[str, Any] = {}
         with gr.Tabs(selected="train", elem_id="ek-tabs") as tabs:
             for name, kind in kinds.items():
-                with labels.make(gr.Tab, {"label": f"tab.{name}"}, id=name) as named[name]:
-                    parts[name] = kind(context)
+                with labels.make(gr.Tab, {"label": f"tab.{name}"}, id=name) as tab_items[name]:
+                    pages[name] = kind(context)
         frame.wire(page, settings.lang)
-        frame.tabs(tabs, named, parts)
+        frame.tabs(tabs, tab_items, pages)
         for name in ("train", "evaluate", "chat", "export"):
-            parts[name].on_open(page)
-            for handler, outputs in parts[name].files():
-                named[name].select(handler, None, outputs, show_progress="hidden")
+            pages[name].on_open(page)
+            for handler, outputs in pages[name].files():
+                tab_items[name].select(handler, None, outputs, show_progress="hidden")
     page.queue(max_size=MAX_EVENTS)
     return page
 

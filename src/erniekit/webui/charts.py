@@ -10,7 +10,7 @@ from erniekit.track.curves import Curve, smooth, thin
 from erniekit.webui.runs import MetricSeries
 
 COLOURS = 6  # of the style sheet; a seventh run takes the first again
-MOST_POINTS = 600  # a picture is sent every second: no more than its pixels show
+MAX_POINTS = 600  # a picture is sent every second: no more than its pixels show
 SMOOTH_FROM = 30  # points; below, a mean would only lag behind
 
 
@@ -20,35 +20,35 @@ def _curve(metrics: Mapping[str, MetricSeries], name: str) -> Curve:
     if name in metrics:
         for step, value in zip(metrics[name].steps, metrics[name].values):
             curve.add(step, value)
-    return thin(curve, MOST_POINTS)
+    return thin(curve, MAX_POINTS)
 
 
 def run_charts(
-    metrics: Mapping[str, MetricSeries], titles: Mapping[str, str], waiting: str, words: tuple[str, str, str],
+    metrics: Mapping[str, MetricSeries], titles: Mapping[str, str], waiting: str, labels: tuple[str, str, str],
     step: str = "step",
 ) -> str:  # fmt: skip
     """One chart for each of `titles` the run has logged: loss (with the evaluation's), learning rate, speed.
 
-    `words`: what the mean and the single steps of a loss are called, and that of the evaluations.
+    `labels`: of the mean and of the single steps of a loss, and of the evaluations.
     """
     figures = []
     for name, title in titles.items():
-        series = _of_metric(metrics, name, words)
+        series = _series_of(metrics, name, labels)
         if series:
             figures.append(line_chart(title, series, from_zero=name.endswith("per_second")))
     return grid(figures, step) if figures else empty(waiting)
 
 
-def _of_metric(metrics: Mapping[str, MetricSeries], name: str, words: tuple[str, str, str]) -> list[Series]:
-    drawn = _curve(metrics, name)
+def _series_of(metrics: Mapping[str, MetricSeries], name: str, labels: tuple[str, str, str]) -> list[Series]:
+    curve = _curve(metrics, name)
     series = []
-    if name == "loss" and len(drawn) >= SMOOTH_FROM:
-        series += [Series(words[0], smooth(drawn)), Series(words[1], drawn, faint=True)]
-    elif len(drawn):
-        series.append(Series(name, drawn))
-    checked = _curve(metrics, f"eval_{name}")
-    if len(checked):
-        series.append(Series(words[2], checked, slot=2, markers=True))
+    if name == "loss" and len(curve) >= SMOOTH_FROM:
+        series += [Series(labels[0], smooth(curve)), Series(labels[1], curve, faint=True)]
+    elif len(curve):
+        series.append(Series(name, curve))
+    evaluated = _curve(metrics, f"eval_{name}")
+    if len(evaluated):
+        series.append(Series(labels[2], evaluated, slot=2, markers=True))
     return series
 
 
@@ -60,19 +60,19 @@ def compare_charts(
     for name, title in titles.items():
         series = []
         for at, (run, metrics) in enumerate(runs.items()):
-            drawn = _curve(metrics, name)
-            if len(drawn):
-                drawn = smooth(drawn) if name == "loss" and len(drawn) >= SMOOTH_FROM else drawn
-                series.append(Series(run, drawn, slot=at % COLOURS + 1))
+            curve = _curve(metrics, name)
+            if len(curve):
+                curve = smooth(curve) if name == "loss" and len(curve) >= SMOOTH_FROM else curve
+                series.append(Series(run, curve, slot=at % COLOURS + 1))
         if series:
             figures.append(line_chart(title, series, from_zero=name.endswith("per_second")))
     return grid(figures, step) if figures else empty(nothing)
 
 
 def grid(figures: Sequence[str], step: str = "step") -> str:
-    """`step`: the word below the axis; track's charts have the English one."""
-    drawn = "".join(figures).replace(">step</text>", f">{escape(step)}</text>")
-    return f'<div class="ek-charts">{drawn}</div>'
+    """`step`: the label below the axis; track's charts have the English one."""
+    html = "".join(figures).replace(">step</text>", f">{escape(step)}</text>")
+    return f'<div class="ek-charts">{html}</div>'
 
 
 def empty(text: str) -> str:

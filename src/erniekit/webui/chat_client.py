@@ -13,28 +13,29 @@ from typing import Any
 
 from erniekit.errors import ErnieKitError
 
-ANSWER_S = 600.0
-ASK_S = 5.0
+ANSWER_TIMEOUT_S = 600.0
+MODELS_TIMEOUT_S = 5.0
 # Proxies of the environment are for other machines.
 _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 
 class ChatError(ErnieKitError):
-    """The server refused, failed or is gone."""
+    """The server refused, failed or has ended."""
 
 
 def list_models(url: str, key: str = "") -> list[str]:
-    """What can be asked for: the model, and adapters by name."""
-    with _request(url + "/models", None, ASK_S, key) as answer:
-        return [str(one["id"]) for one in json.load(answer)["data"]]
+    """Names of the model and its adapters."""
+    with _request(url + "/models", None, MODELS_TIMEOUT_S, key) as response:
+        return [str(one["id"]) for one in json.load(response)["data"]]
 
 
 def stream_chat(
     url: str, messages: Sequence[Mapping[str, Any]], key: str = "", **options: Any
 ) -> Iterator[tuple[str, str]]:
-    """("thought" or "answer", next words) until it ends. Closing the iterator hangs up, and the server stops."""
+    """("thought" or "answer", next piece of text) until it ends. Closing the iterator closes the connection, and the
+    server stops generating."""
     body = {"messages": list(messages), "stream": True, **options}
-    with _request(url + "/chat/completions", body, ANSWER_S, key) as lines:
+    with _request(url + "/chat/completions", body, ANSWER_TIMEOUT_S, key) as lines:
         for raw in lines:
             line = raw.decode("utf-8", errors="replace").strip()
             if not line.startswith("data:"):

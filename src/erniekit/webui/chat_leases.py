@@ -24,8 +24,8 @@ Released = Literal["", "idle", "closed"]
 @dataclass
 class Lease:
     sessions: set[str] = field(default_factory=set)  # tabs that show it
-    used: float = field(default_factory=time.monotonic)
-    left: float = field(default_factory=time.monotonic)  # when the last tab was closed
+    used_at: float = field(default_factory=time.monotonic)
+    closed_at: float = field(default_factory=time.monotonic)  # when the last tab was closed
 
 
 class ChatLeases:
@@ -34,7 +34,7 @@ class ChatLeases:
     def __init__(self, jobs: Jobs, idle_s: float = IDLE_S, reload_s: float = RELOAD_S) -> None:
         self.jobs, self.idle_s, self.reload_s = jobs, idle_s, reload_s
         self._leases: dict[str, Lease] = {job.id: Lease() for job in self._orphans()}
-        self._why: dict[str, Released] = {}
+        self._reasons: dict[str, Released] = {}
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -52,19 +52,19 @@ class ChatLeases:
     def use(self, id: str) -> None:
         """A message is sent, or an answer has ended."""
         with self._lock:
-            self._leases.setdefault(id, Lease()).used = time.monotonic()
+            self._leases.setdefault(id, Lease()).used_at = time.monotonic()
 
-    def leave(self, session: str) -> None:
-        """A tab was closed or reloaded, or its browser is gone."""
+    def close_tab(self, session: str) -> None:
+        """A tab was closed or reloaded, or its connection was lost."""
         with self._lock:
             for lease in self._leases.values():
                 if session in lease.sessions:
                     lease.sessions.discard(session)
-                    lease.left = time.monotonic()
+                    lease.closed_at = time.monotonic()
 
-    def why(self, id: str) -> Released:
+    def release_reason(self, id: str) -> Released:
         """Why a server was stopped here; empty where it was not."""
-        return self._why.get(id, "")
+        return self._reasons.get(id, "")
 
     def check(self) -> list[str]:
         """Stop servers without a lease or recent use; returns those that were stopped."""
@@ -72,13 +72,13 @@ class ChatLeases:
         with self._lock:
             due: dict[str, Released] = {}
             for id, lease in self._leases.items():
-                if not lease.sessions and now - lease.left >= self.reload_s:
+                if not lease.sessions and now - lease.closed_at >= self.reload_s:
                     due[id] = "closed"
-                elif self.idle_s and now - lease.used >= self.idle_s:
+                elif self.idle_s and now - lease.used_at >= self.idle_s:
                     due[id] = "idle"
             for id in due:
                 del self._leases[id]
-            self._why.update(due)
+            self._reasons.update(due)
         for id in due:
             self._stop(id)
         return list(due)
@@ -115,8 +115,8 @@ class ChatLeases:
         return process.is_same(job.pid, job.identity)
 
     def _orphans(self) -> list[WebJob]:
-        """Servers of a page that was killed: another page that runs beside this one keeps its own."""
-        return [job for job in self.jobs.list() if job.word == "server" and job.is_running and not _has_page(job)]
+        """Servers of a page that was killed: another page that is running keeps its own."""
+        return [job for job in self.jobs.list() if job.command == "server" and job.is_running and not _has_page(job)]
 
 
 def _has_page(job: WebJob) -> bool:

@@ -1,6 +1,6 @@
 """What a path of a form leads to once it is opened: links in a folder, lines of a list, token files, an adapter's base.
 
-Called by paths.py, which decides whether they may be followed. Only looks, within bounds: a folder may be hostile.
+Called by paths.py, which decides whether they may be followed. Reads only, within bounds: a folder may be hostile.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from erniekit.errors import ConfigError
 
-MOST_ENTRIES = 20_000
+MAX_ENTRIES = 20_000
 MAX_LIST = 1_000_000  # bytes
 MAX_LINES = 10_000
 MAX_CONFIG = 1_000_000  # bytes of an adapter's config
@@ -22,33 +22,33 @@ SUFFIXES = (".bin", ".idx", "_ids.npy", "_idx.npz")  # of token files
 
 
 def links_in(folder: Path, inside: Callable[[Path], bool]) -> tuple[list[Path], bool]:
-    """The symlinks in a folder and all below it; False where it holds more than is looked at.
+    """The symlinks in a folder and all below it; False where it holds more than MAX_ENTRIES.
 
-    What lies behind a link to a folder that is `inside` is looked at as well: a job would follow it. Level by level, so
+    Links to folders that are `inside` are followed: a job would follow them. Level by level, so
     that of too large a folder the upper ones, which jobs write to, are seen.
     """
-    found: list[Path] = []
-    left = MOST_ENTRIES
-    todo, seen = deque([folder]), {os.path.realpath(folder)}
-    while todo:
-        here = todo.popleft()
+    links: list[Path] = []
+    remaining = MAX_ENTRIES
+    pending, visited = deque([folder]), {os.path.realpath(folder)}
+    while pending:
+        here = pending.popleft()
         try:
             with os.scandir(here) as entries:
                 for entry in entries:
-                    left -= 1
-                    if left < 0:
-                        return found, False
+                    remaining -= 1
+                    if remaining < 0:
+                        return links, False
                     if entry.is_symlink():
-                        found.append(Path(entry.path))
+                        links.append(Path(entry.path))
                     elif not entry.is_dir(follow_symlinks=False):
                         continue
                     real = os.path.realpath(entry.path)
-                    if real not in seen and (not entry.is_symlink() or (inside(Path(real)) and os.path.isdir(real))):
-                        seen.add(real)
-                        todo.append(Path(real))
+                    if real not in visited and (not entry.is_symlink() or (inside(Path(real)) and os.path.isdir(real))):
+                        visited.add(real)
+                        pending.append(Path(real))
         except OSError:  # a file, nothing yet, or nothing that the job could read either
             continue
-    return found, True
+    return links, True
 
 
 def file_lines(path: Path, key: str) -> list[str]:
@@ -72,20 +72,20 @@ def token_files(prefix: Path) -> list[Path]:
     return [Path(one + suffix) for one in sorted(bare) for suffix in SUFFIXES if os.path.lexists(one + suffix)]
 
 
-def bases_named(folder: Path) -> list[tuple[Path, str]]:
+def adapter_bases(folder: Path) -> list[tuple[Path, str]]:
     """(config, the base it names) of the adapters in a folder and its checkpoints."""
-    found = []
+    bases = []
     try:
-        inside = [folder, *(p for p in sorted(folder.iterdir())[:MOST_ENTRIES] if p.is_dir())]
+        inside = [folder, *(p for p in sorted(folder.iterdir())[:MAX_ENTRIES] if p.is_dir())]
     except OSError:
         return []
     for config in (place / name for place in inside for name in ADAPTER_CONFIGS):
         try:
             with config.open("rb") as file:
-                told = json.loads(file.read(MAX_CONFIG))
-            base = told.get("base_model_name_or_path")
+                config_json = json.loads(file.read(MAX_CONFIG))
+            base = config_json.get("base_model_name_or_path")
         except (OSError, ValueError, AttributeError, RecursionError):
             continue  # not there; or one that the job will not read either
         if isinstance(base, str) and base:
-            found.append((config, base))
-    return found
+            bases.append((config, base))
+    return bases

@@ -1,6 +1,6 @@
 """Form pages: which of the declared keys each page's form has, and the pages of the training stages. Used by forms.py.
 
-A stage has the keys of every training and its own: those that config's tables (loss_table.py) say it reads.
+A stage has the keys of every training and its own: those that it reads by config's tables (loss_table.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Forms from the declared keys: what a page may ask for, its values as YAML and back, and what is wrong with them.
+"""Forms from the declared keys: their fields, their values as YAML and back, and what is wrong with them.
 
 Called by the pages and by jobs.py, which checks every recipe here again before anything is started.
 """
@@ -45,9 +45,9 @@ class FieldSpec:
 @dataclass(frozen=True)
 class Form:
     page: str
-    command: str  # the word of the CLI that takes its recipe
+    command: str  # of the CLI that takes its recipe
     fields: tuple[FieldSpec, ...]
-    fixed: dict[str, Any]  # what the page itself says, such as the stage
+    fixed: dict[str, Any]  # set by the page itself, such as the stage
     needed: tuple[str, ...]  # keys without which the command stops
 
     def field(self, key: str) -> FieldSpec:
@@ -100,7 +100,7 @@ def to_yaml(values: Values, page: str) -> str:
     given = {canonical(name): value for name, value in {**values, **spec.fixed}.items()}
     if unknown := [name for name in given if name not in KEYS]:
         raise ConfigError(f"unknown key {unknown[0]!r}", where=unknown[0], fix="")
-    told = {}
+    recipe = {}
     for name, k in KEYS.items():
         if name not in given or k.secret:
             continue
@@ -108,10 +108,10 @@ def to_yaml(values: Values, page: str) -> str:
             continue
         value = _typed(k, given[name])
         if value != DEFAULTS[name] or name in (*spec.fixed, *spec.defaults, *UNSET):
-            told[name] = list(value) if isinstance(value, tuple) else value
-    if not told:
+            recipe[name] = list(value) if isinstance(value, tuple) else value
+    if not recipe:
         return ""
-    return str(yaml.safe_dump(told, sort_keys=False, allow_unicode=True, width=10_000, default_flow_style=False))
+    return str(yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=10_000, default_flow_style=False))
 
 
 def from_yaml(text: str, name: str = "recipe.yaml") -> dict[str, Any]:
@@ -129,18 +129,18 @@ def from_file(file: Path, alone: bool = False) -> dict[str, Any]:
     """The same of a file; unless `alone`, one that extends others is read with them, as shipped recipes do."""
     from erniekit.config.sources import collect
 
-    found = collect([str(file)], "train", standalone=alone)
-    out = {key: list(g.value) if isinstance(g.value, tuple) else g.value for key, g in found.given.items()}
-    if found.sectioned or out.get("input_dir") or out.get("data_filelist"):
+    parsed = collect([str(file)], "train", standalone=alone)
+    out = {key: list(g.value) if isinstance(g.value, tuple) else g.value for key, g in parsed.given.items()}
+    if parsed.sectioned or out.get("input_dir") or out.get("data_filelist"):
         out.setdefault("stage", "PT")
     return out
 
 
 def check(values: Values, page: str, roots: Roots | None = None) -> list[FormProblem]:
-    """Everything wrong with these values: each alone, then together as the command would say it. Empty: good."""
+    """Everything wrong with these values: each alone, then together with the command's messages. Empty: good."""
     spec = _page(page)
     given = {canonical(name): value for name, value in {**spec.fixed, **values}.items()}
-    problems = check_alone(given, roots)
+    problems = check_each(given, roots)
     missing = [name for name in spec.needed if not _given(given.get(name))]
     texts = ("train_dataset_path", "input_dir", "data_filelist")
     if page == "train.pt" and not any(_given(given.get(name)) for name in texts):
@@ -149,12 +149,12 @@ def check(values: Values, page: str, roots: Roots | None = None) -> list[FormPro
         missing = [name for name in missing if name != "model_name_or_path"]
     problems += [FormProblem(name, f"{name} must be given", KEYS[name].help) for name in missing]
     given = {k: v for k, v in given.items() if _given(v)}
-    return problems or _together(given, spec.command, roots)
+    return problems or _check_combined(given, spec.command, roots)
 
 
-def check_alone(values: Values, roots: Roots | None) -> list[FormProblem]:
-    """What is wrong with each of these by itself: for a look at the data, which needs less than a run."""
-    return [problem for name, value in values.items() if (problem := _alone(name, value, roots))]
+def check_each(values: Values, roots: Roots | None) -> list[FormProblem]:
+    """What is wrong with each of these by itself: for the data preview, which needs less than a run."""
+    return [problem for name, value in values.items() if (problem := _check_one(name, value, roots))]
 
 
 def checked(text: str, command: str, roots: Roots) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def checked(text: str, command: str, roots: Roots) -> dict[str, Any]:
             where=", ".join(p.key for p in problems if p.key) or "recipe",
             fix="; ".join(p.fix for p in problems if p.fix),
         )
-    return roots.settle(values)
+    return roots.resolve_values(values)
 
 
 def default_of(name: str) -> Any:
@@ -185,19 +185,19 @@ def _page(page: str) -> PageKeys:
 
 def _of_sections(spec: PageKeys) -> list[str]:
     wanted = [k for k in KEYS.values() if k.section in spec.sections or k.name in spec.keys]
-    return [k.name for k in wanted if not k.later and not k.secret and k.name not in NEVER and _is_today(k)]
+    return [k.name for k in wanted if not k.later and not k.secret and k.name not in NEVER and _is_offered(k)]
 
 
 # Second names of other keys, switches the page itself sets, and what only a script of ERNIEKit's would give.
-_ELSEWHERE = (
+_NOT_OFFERED = (
     "from_scratch", "lora", "bf16", "fp16", "no_cuda", "do_train", "do_eval", "per_device_train_batch_size",
     "sep_parallel_degree", "use_expert_parallel", "lr_scheduler", "eval_tasks", "use_global_causal_attn",
     "dataset_type", "download_hub", "disable_ckpt_quant",
 )  # fmt: skip
 
 
-def _is_today(k: Key) -> bool:
-    return k.name not in _ELSEWHERE
+def _is_offered(k: Key) -> bool:
+    return k.name not in _NOT_OFFERED
 
 
 def _field(k: Key, spec: PageKeys) -> FieldSpec:
@@ -207,7 +207,7 @@ def _field(k: Key, spec: PageKeys) -> FieldSpec:
         kind=_kind(k),
         default=list(default) if isinstance(default, tuple) else default,
         help=k.help,
-        choices=_offered(k),
+        choices=_choices(k),
         basic=k.basic if spec.sections else True,
         low=k.low,
         high=k.high,
@@ -227,8 +227,8 @@ def _kind(k: Key) -> Kind:
     return {"int": "number", "float": "number", "bool": "flag"}.get(k.item, "text")  # type: ignore[return-value]
 
 
-def _offered(k: Key) -> tuple[str, ...]:
-    """The choices without the words that change nothing here."""
+def _choices(k: Key) -> tuple[str, ...]:
+    """The choices without those that change nothing here."""
     return tuple(c for c in k.choices if c not in k.idle)
 
 
@@ -248,7 +248,7 @@ def _given(value: Any) -> bool:
     return value not in (None, "", (), []) and not (isinstance(value, str) and not value.strip())
 
 
-def _alone(name: str, value: Any, roots: Roots | None) -> FormProblem | None:
+def _check_one(name: str, value: Any, roots: Roots | None) -> FormProblem | None:
     if name in NEVER:
         if name in KEYS and value == KEYS[name].default:
             return None
@@ -259,13 +259,13 @@ def _alone(name: str, value: Any, roots: Roots | None) -> FormProblem | None:
         return None
     try:
         for text in _texts(value):
-            _check_text(text, name, is_word=KEYS[name].item == "str" and name not in PATH_KEYS)
+            _check_text(text, name, is_plain_text=KEYS[name].item == "str" and name not in PATH_KEYS)
         check_number(name, convert(KEYS[name], value, name))
         if roots is not None:
-            roots.settle_one(name, value)
-            if gone := roots.missing(name, value):
+            roots.resolve_value(name, value)
+            if missing_path := roots.missing(name, value):
                 return FormProblem(
-                    name, f"{name} does not exist: {_short(gone)}", "choose one of the list, or check the path"
+                    name, f"{name} does not exist: {_short(missing_path)}", "choose one of the list, or check the path"
                 )
     except ErnieKitError as error:
         return FormProblem(name, _short(error.what), error.fix)
@@ -284,32 +284,32 @@ def _texts(value: Any) -> Iterable[str]:
             yield from _texts(item)
 
 
-MAX_TEXT = 4096  # of any one word of a form
+MAX_TEXT = 4096  # characters of one value
 
 
-def _check_text(text: str, key: str, is_word: bool) -> None:
+def _check_text(text: str, key: str, is_plain_text: bool) -> None:
     if len(text) > MAX_TEXT:
         raise ConfigError(f"{key} is {len(text):,} characters long", where=key, fix=f"at most {MAX_TEXT:,}")
     if any(ord(c) < 32 or ord(c) == 127 for c in text):
         raise ConfigError(f"{key} holds a control character", where=key, fix="one line of plain text")
-    if is_word and text.startswith("-"):  # an engine that is started might take it for an option
+    if is_plain_text and text.startswith("-"):  # an engine that is started might take it for an option
         raise ConfigError(f"{key} begins with a dash", where=key, fix="begin it with a letter or a digit")
 
 
 # ---- all together
 
 
-def _together(given: dict[str, Any], command: str, roots: Roots | None) -> list[FormProblem]:
+def _check_combined(given: dict[str, Any], command: str, roots: Roots | None) -> list[FormProblem]:
     from erniekit.config import load, not_yet_supported
     from erniekit.config.inputs import input_files, input_folders
     from erniekit.files.output import check_output
 
     try:
-        cfg = load([], command, given if roots is None else roots.settle(given))
+        cfg = load([], command, given if roots is None else roots.resolve_values(given))
         if command in ("train", "doctor") and "output_dir" in given:
             check_output(str(cfg.train.output_dir), input_folders(cfg), input_files(cfg))
     except ErnieKitError as error:
-        return [FormProblem(_named(error, given), _short(error.what), error.fix)]
+        return [FormProblem(_key_of_error(error, given), _short(error.what), error.fix)]
     return [
         FormProblem(item.key, f"not in this version: {item.what}", item.today)
         for item in not_yet_supported(cfg, command)
@@ -317,10 +317,10 @@ def _together(given: dict[str, Any], command: str, roots: Roots | None) -> list[
     ]
 
 
-def _named(error: ErnieKitError, given: Values) -> str:
-    """The given key that an error speaks of first; none where it speaks of none."""
-    words = f"{error.where} {error.what}".replace(",", " ").replace(":", " ").replace("=", " ").split()
-    return next((word for word in words if word in given), "")
+def _key_of_error(error: ErnieKitError, given: Values) -> str:
+    """The first given key that an error names; empty where it names none."""
+    tokens = f"{error.where} {error.what}".replace(",", " ").replace(":", " ").replace("=", " ").split()
+    return next((token for token in tokens if token in given), "")
 
 
 def _renamed(error: ErnieKitError, file: str, name: str) -> ErnieKitError:

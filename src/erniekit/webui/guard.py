@@ -32,7 +32,7 @@ HEADERS = (
         b"form-action 'self'",
     ),
 )
-# An upload that is opened by its address is no part of the page: no script of it runs, whatever its kind is said to be.
+# An upload that is opened by its address is no part of the page: no script of it runs, whatever its media type.
 FILE_HEADERS = (
     *HEADERS[:-1],
     (b"content-security-policy", b"sandbox; default-src 'none'; img-src 'self'; media-src 'self'"),
@@ -44,8 +44,8 @@ def new_token() -> str:
 
 
 class Guard:
-    """`token` None: none is asked for, which only a loopback address allows. `files`: folders of which files may be
-    asked for, and named in requests."""
+    """`token` None: none is required, which only a loopback address allows. `files`: folders whose files may be
+    requested, and named in requests."""
 
     def __init__(
         self, app: Any, host: str = "127.0.0.1", port: int = 0, token: str | None = None,
@@ -66,17 +66,17 @@ class Guard:
             return
         headers = {name.lower(): value for name, value in reversed(scope["headers"])}
         headers[b"cookie"] = b";".join(value for name, value in scope["headers"] if name.lower() == b"cookie")
-        wrong = self._site(headers) or self._path(scope)
-        if wrong:
-            await refuse(scope, send, wrong)
+        reason = self._check_origin(headers) or self._check_path(scope)
+        if reason:
+            await refuse(scope, send, reason)
             return
         if self.token is not None and not self._has_cookie(headers):
             query = parse_qsl(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
             given = next((value for name, value in query if name == TOKEN), "")
-            if not same(given, self.token):
+            if not equal_secrets(given, self.token):
                 await refuse(scope, send, "open the address that was printed when the page was started: it has a token")
             elif scope["type"] == "http":
-                await self._admit(scope, send, [(name, value) for name, value in query if name != TOKEN])
+                await self._set_cookie(scope, send, [(name, value) for name, value in query if name != TOKEN])
             else:
                 await self._serve(scope, receive, send)
             return
@@ -87,15 +87,15 @@ class Guard:
         try:
             await self.app(scope, receive, send)
         except Refused as refused:
-            await refuse(scope, send, refused.why, refused.status)
+            await refuse(scope, send, refused.reason, refused.status)
 
-    def _site(self, headers: dict[bytes, bytes]) -> str:
+    def _check_origin(self, headers: dict[bytes, bytes]) -> str:
         """A foreign name that was made to point here, or another site's page that presses our buttons."""
         if not self.hosts.allows(headers.get(b"host", b"").decode("latin-1")):
             return "this page has another address"
         return "a page of another address asked for this" if from_another_site(headers) else ""
 
-    def _path(self, scope: Scope) -> str:
+    def _check_path(self, scope: Scope) -> str:
         """Paths that climb, and files by name from elsewhere than the folders that are served."""
         path = _decoded(scope["path"])
         raw = scope.get("raw_path") or b""
@@ -114,19 +114,22 @@ class Guard:
         """By hand: http.cookies gives up on all of them where one, of another program of this host, is not to its
         taste."""
         pairs = (pair.partition("=") for pair in headers.get(b"cookie", b"").decode("latin-1").split(";"))
-        return any(name.strip() == self.cookie and same(value.strip(), self._mark()) for name, _, value in pairs)
+        return any(
+            name.strip() == self.cookie and equal_secrets(value.strip(), self._cookie_value())
+            for name, _, value in pairs
+        )
 
-    def _mark(self) -> str:
+    def _cookie_value(self) -> str:
         """What the cookie holds: not the token of the URL."""
         return hashlib.sha256(f"erniekit {self.token}".encode()).hexdigest()
 
-    async def _admit(self, scope: Scope, send: Send, query: list[tuple[str, str]]) -> None:
+    async def _set_cookie(self, scope: Scope, send: Send, query: list[tuple[str, str]]) -> None:
         """The token moves from the URL, which is seen and kept, into a cookie."""
         target = "/" + quote(scope["path"].lstrip("/")) + (f"?{urlencode(query)}" if query else "")
         secure = "; Secure" if scope.get("scheme") == "https" else ""
         # Lax, as a Strict cookie would not come back when the address is followed from a page, such as a notebook's
         # terminal. Requests that do something are POSTs, and those of other pages are refused by their origin.
-        cookie = f"{self.cookie}={self._mark()}; Path=/; HttpOnly; SameSite=Lax{secure}"
+        cookie = f"{self.cookie}={self._cookie_value()}; Path=/; HttpOnly; SameSite=Lax{secure}"
         started = {
             "type": "http.response.start",
             "status": 303,
@@ -136,20 +139,20 @@ class Guard:
         await send({"type": "http.response.body", "body": b""})
 
 
-async def refuse(scope: Scope, send: Send, why: str, status: int = 403) -> None:
+async def refuse(scope: Scope, send: Send, reason: str, status: int = 403) -> None:
     if scope["type"] == "websocket":
-        await send({"type": "websocket.close", "code": 1008, "reason": why[:100]})
+        await send({"type": "websocket.close", "code": 1008, "reason": reason[:100]})
         return
     headers = [(b"content-type", b"text/plain; charset=utf-8"), *HEADERS]
     if status != 403:  # the rest of the body is not read
         headers += [(b"connection", b"close")] + ([(b"retry-after", b"2")] if status == 503 else [])
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": f"{status}: {why}\n".encode()})
+    await send({"type": "http.response.body", "body": f"{status}: {reason}\n".encode()})
 
 
-def same(given: str, right: str) -> bool:
-    """In a time that does not tell how much of it was right."""
-    return hmac.compare_digest(given.encode("utf-8", "replace"), right.encode())
+def equal_secrets(given: str, expected: str) -> bool:
+    """In constant time, so that a caller cannot measure how many characters were right."""
+    return hmac.compare_digest(given.encode("utf-8", "replace"), expected.encode())
 
 
 def _decoded(path: str) -> str:

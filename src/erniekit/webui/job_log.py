@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from erniekit.printable import public
+
 TAIL_BYTES = 64 * 1024  # of a log, at most, in one answer
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -30,10 +32,13 @@ def read_log(path: Path, after: int = -1) -> LogPart:
             start = after if max(0, size - TAIL_BYTES) <= after <= size else max(0, size - TAIL_BYTES)
             file.seek(start)
             raw = file.read(TAIL_BYTES)
+            if start and start != after:  # an address whose beginning is cut off could not be recognised as one
+                begin = max(0, raw.find(b"\n"))
+                raw, start = raw[begin:], start + begin
     except FileNotFoundError:
         return LogPart("", 0)
     raw = raw[: len(raw) - _unfinished(raw)]
-    return LogPart(plain(raw.decode("utf-8", errors="replace")), start + len(raw))
+    return LogPart(public(plain(raw.decode("utf-8", errors="replace"))), start + len(raw))
 
 
 def plain(text: str) -> str:

@@ -30,6 +30,7 @@ from erniekit.net.address import ADDRESS_VARIABLE, KEY_VARIABLE
 from erniekit.webui import forms, process
 from erniekit.webui.job_log import LogPart, read_log
 from erniekit.webui.paths import KEY_FILE, Roots
+from erniekit.webui.private_files import append, create, private_folder, read_secret, replace_text
 from erniekit.webui.recipe_files import MAX_RECIPE
 
 State = Literal["running", "ended", "failed", "stopped", "lost"]
@@ -39,6 +40,8 @@ ADDRESS_FILE = "server.address"  # where it answers, written by itself
 JOB_FILES = ("recipe.yaml", "command.txt", "log.txt", "job.json", KEY_FILE, ADDRESS_FILE)
 TOKEN_VARIABLE = "ERNIEKIT_WEBUI_TOKEN"
 MAX_RUNNING = 16  # jobs at once
+# Fields of job.json as versions before 2026-11-17 wrote them.
+EARLIER_NAMES = {"word": "command", "who": "owner", "asked_to_stop": "stop_requested"}
 
 _ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
 
@@ -48,7 +51,7 @@ class JobError(ConfigError):
 
 
 class ChildProcess(Protocol):
-    """What Jobs asks of a started process; subprocess.Popen is one."""
+    """What Jobs needs of a started process; subprocess.Popen is one."""
 
     pid: int
 
@@ -61,8 +64,8 @@ Launch = Callable[[list[str], Path, Path], ChildProcess]  # argv, the log to app
 @dataclass(frozen=True)
 class WebJob:
     id: str
-    word: str  # train, eval, export, split, server, doctor
-    who: str  # whose session started it; a label, no protection
+    command: str  # train, eval, export, split, server, doctor
+    owner: str  # the browser that started it; a label, no protection
     argv: list[str]
     created: float  # seconds since 1970
     began: float  # of the last start: a resumed job has several
@@ -71,7 +74,7 @@ class WebJob:
     identity: str = ""  # of the process: see process.py
     state: State = "running"
     code: int | None = None
-    asked_to_stop: bool = False
+    stop_requested: bool = False
     ended: float | None = None
     starts: int = 1
     folder: str = ""
@@ -86,9 +89,9 @@ class WebJob:
         return Path(self.folder) / "log.txt"
 
     @property
-    def command(self) -> str:
+    def command_line(self) -> str:
         """What a person would type to do the same."""
-        return f"erniekit {self.word} {self.recipe}"
+        return f"erniekit {self.command} {self.recipe}"
 
     @property
     def is_running(self) -> bool:
@@ -97,42 +100,42 @@ class WebJob:
 
 class Jobs:
     def __init__(self, root: str | Path, roots: Roots | None = None, launch: Launch | None = None) -> None:
-        """`root`: where jobs are kept; `roots`: where paths of recipes may lie, besides."""
+        """`root`: where jobs are kept; `roots`: further folders that recipes may name paths in."""
         self.root = Path(os.path.realpath(root))
-        self.folder = self.root / "jobs"
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder = private_folder(private_folder(self.root) / "jobs")
         self.base = roots or Roots()
         self.roots = self.base.with_folder(self.root)
         self._launch = launch or partial(start_process, roots=self.roots)
         self._lock = threading.RLock()
-        self._mine: set[str] = set()  # children of this process, whose exit code will be known
+        self._children: set[str] = set()  # children of this process, whose exit code will be known
 
-    # ---- start, stop, again
+    # ---- start, stop, resume
 
-    def start(self, word: str, recipe: str, who: str = "") -> WebJob:
-        """Run `erniekit WORD` on this recipe (YAML text). Raises a ConfigError with everything wrong with it."""
-        if word not in forms.COMMANDS:
-            raise JobError(f"{word!r} is not a job", where="command", fix="one of " + ", ".join(forms.COMMANDS))
+    def start(self, command: str, recipe: str, owner: str = "") -> WebJob:
+        """Run `erniekit COMMAND` on this recipe (YAML text). Raises a ConfigError with everything wrong with it."""
+        if command not in forms.COMMANDS:
+            raise JobError(f"{command!r} is not a job", where="command", fix="one of " + ", ".join(forms.COMMANDS))
         if len(recipe) > MAX_RECIPE:
             raise JobError("the recipe is too long", where="recipe", fix=f"at most {MAX_RECIPE:,} characters")
-        values = forms.checked(recipe, word, self.roots)
+        values = forms.checked(recipe, command, self.roots)
         with self._lock:
             id = time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(3)
             folder = self.folder / id
-            if word in OWN_OUTPUT and not values.get("output_dir"):
+            if command in OWN_OUTPUT and not values.get("output_dir"):
                 values["output_dir"] = str(folder / "output")
             output = str(values.get("output_dir") or "")
-            self._refuse_shared(word, output)
+            self._refuse_shared(command, output)
             self._refuse_many()
-            folder.mkdir()
+            private_folder(folder)
             OwnedFiles(folder).open("job").claim(*JOB_FILES)
-            argv = [sys.executable, "-m", "erniekit", word, str(folder / "recipe.yaml")]
+            argv = [sys.executable, "-m", "erniekit", command, str(folder / "recipe.yaml")]
             now = time.time()
             page = f"{os.getpid()} {process.identity(os.getpid())}"
-            job = WebJob(id, word, _label(who), argv, now, now, output, folder=str(folder), page=page)
+            job = WebJob(id, command, _label(owner), argv, now, now, output, folder=str(folder), page=page)
             self._write_recipe(job, values)
-            if word == "server":
-                write_secret(folder / KEY_FILE, secrets.token_urlsafe(24))
+            if command == "server":
+                with create(folder / KEY_FILE) as file:
+                    file.write(secrets.token_urlsafe(24).encode())
             return self._run(job)
 
     def stop(self, id: str, force: bool = False) -> WebJob:
@@ -141,8 +144,8 @@ class Jobs:
             job = self.get(id)
             if not job.is_running:
                 return job
-            self._write(replace(job, asked_to_stop=True))
-        # To the process alone: a launcher tells its ranks itself, and a rank told twice would not save.
+            self._write(replace(job, stop_requested=True))
+        # To the process alone: a launcher signals its ranks itself, and a second signal ends a rank unsaved.
         process.send(job.pid, job.identity, signal.SIGKILL if force else signal.SIGTERM, group=force)
         return self.get(id)
 
@@ -152,20 +155,20 @@ class Jobs:
             job = self.get(id)
             if job.is_running:
                 raise JobError("this job is still running", where=id, fix="stop it first")
-            if job.word != "train":
-                raise JobError(f"a job of `{job.word}` cannot be resumed", where=id, fix="start it again")
-            values = forms.checked(job.recipe.read_text(encoding="utf-8"), job.word, self.roots)
-            self._refuse_shared(job.word, job.output_dir)
+            if job.command != "train":
+                raise JobError(f"a job of `{job.command}` cannot be resumed", where=id, fix="start it again")
+            values = forms.checked(job.recipe.read_text(encoding="utf-8"), job.command, self.roots)
+            self._refuse_shared(job.command, job.output_dir)
             self._refuse_many()
             if values.pop("overwrite_output_dir", False):  # it would start from the beginning
                 self._write_recipe(job, values)
             fresh: dict[str, Any] = dict(
-                state="running", code=None, asked_to_stop=False, ended=None, pid=0, identity=""
+                state="running", code=None, stop_requested=False, ended=None, pid=0, identity=""
             )
             return self._run(replace(job, **fresh, began=time.time(), starts=job.starts + 1))
 
     def delete(self, id: str) -> None:
-        """Remove the job's folder, and its output where that lies inside; anything elsewhere stays."""
+        """Remove the job's folder, and its output if that is inside; anything elsewhere stays."""
         with self._lock:
             job = self.get(id)
             if job.is_running:
@@ -176,7 +179,11 @@ class Jobs:
             for other in self.list():
                 if other.is_running and Path(os.path.realpath(other.output_dir or os.sep)).is_relative_to(folder):
                     raise JobError(f"job {other.id} is writing into this one's folder", where=id, fix="stop it first")
-                if other.id != id and other.word == "train" and Path(other.output_dir or os.sep).is_relative_to(folder):
+                if (
+                    other.id != id
+                    and other.command == "train"
+                    and Path(other.output_dir or os.sep).is_relative_to(folder)
+                ):
                     raise JobError(
                         f"job {other.id} has its result in this one's folder", where=id, fix="delete that job first"
                     )
@@ -189,19 +196,19 @@ class Jobs:
                 )
             shutil.rmtree(folder)
 
-    # ---- look
+    # ---- read
 
-    def list(self, who: str | None = None) -> list[WebJob]:
-        """All jobs, newest first; those of one session with `who`."""
+    def list(self, owner: str | None = None) -> list[WebJob]:
+        """All jobs, newest first; those of one browser with `owner`."""
         ids = sorted((p.name for p in self.folder.iterdir() if _ID.fullmatch(p.name)), reverse=True)
-        found = [job for id in ids if (job := self._read(id))]
-        return [self._now(job) for job in found if who is None or job.who == who]
+        jobs = [job for id in ids if (job := self._read(id))]
+        return [self._refreshed(job) for job in jobs if owner is None or job.owner == owner]
 
     def get(self, id: str) -> WebJob:
         job = self._read(id) if isinstance(id, str) and _ID.fullmatch(id) else None
         if job is None:
             raise JobError("there is no such job", where=str(id)[:40], fix="choose one of the list")
-        return self._now(job)
+        return self._refreshed(job)
 
     def recipe(self, id: str) -> str:
         return self.get(id).recipe.read_text(encoding="utf-8")
@@ -213,7 +220,7 @@ class Jobs:
     def server_url(self, id: str) -> str:
         """Where a job of `server` answers (`http://127.0.0.1:PORT/v1`); empty until it is ready, and when it is not."""
         job = self.get(id)
-        if job.word != "server" or not job.is_running:
+        if job.command != "server" or not job.is_running:
             return ""
         # Not from the log: the names of models and adapters in it are whatever their authors chose.
         try:
@@ -222,7 +229,7 @@ class Jobs:
             return ""
 
     def server_key(self, id: str) -> str:
-        return _read_secret(Path(self.get(id).folder) / KEY_FILE)
+        return read_secret(Path(self.get(id).folder) / KEY_FILE)
 
     # ---- inside
 
@@ -230,13 +237,13 @@ class Jobs:
         if sum(job.is_running for job in self.list()) >= MAX_RUNNING:
             raise JobError(f"{MAX_RUNNING} jobs are running", where="jobs", fix="stop one, or wait for one to end")
 
-    def _refuse_shared(self, word: str, output: str) -> None:
+    def _refuse_shared(self, command: str, output: str) -> None:
         """Two trainings in one folder: the second would be refused by the trainer, later and less plainly. A result in
         another job's folder would be deleted with that job."""
-        for job in self.list() if word == "train" and output else ():
+        for job in self.list() if command == "train" and output else ():
             if output != job.output_dir and Path(os.path.realpath(output)).is_relative_to(job.folder):
                 raise JobError(f"output_dir lies in the folder of job {job.id}", where="output_dir", fix="another one")
-            if job.is_running and job.word == "train" and job.output_dir == output:
+            if job.is_running and job.command == "train" and job.output_dir == output:
                 raise JobError(
                     f"job {job.id} is training into the same folder",
                     where=f"output_dir: {output}",
@@ -245,7 +252,7 @@ class Jobs:
 
     def _run(self, job: WebJob) -> WebJob:
         """Under the lock. What is known is on disk before the process is, so that it cannot be lost unseen."""
-        (Path(job.folder) / "command.txt").write_text(job.command + "\n", encoding="utf-8")
+        replace_text(Path(job.folder) / "command.txt", job.command_line + "\n")
         self._write(job)
         try:
             child = self._launch(job.argv, job.log, self.base.folders[0])
@@ -254,41 +261,42 @@ class Jobs:
             raise JobError(f"the job could not be started: {error}", where=job.id, fix="see the log") from None
         job = replace(job, pid=child.pid, identity=process.identity(child.pid))
         self._write(job)
-        self._mine.add(job.id)
+        self._children.add(job.id)
         threading.Thread(target=self._wait, args=(job.id, child), daemon=True, name=f"job {job.id}").start()
         return job
 
     def _wait(self, id: str, child: ChildProcess) -> None:
         code = child.wait()
         with self._lock:
-            self._mine.discard(id)
+            self._children.discard(id)
             job = self._read(id)
             if job is not None:  # else deleted
                 state = _state(job, code)
                 self._write(replace(job, state=state, code=code, ended=time.time()))
 
-    def _now(self, job: WebJob) -> WebJob:
-        """The job with the state it is in; one without a parent process is judged by the files it left."""
+    def _refreshed(self, job: WebJob) -> WebJob:
+        """The job with the state it is in; that of one without a parent process is read from the files it left."""
         if job.state != "running" or process.is_same(job.pid, job.identity):
             return job
         with self._lock:
             fresh = self._read(job.id) or job
-            if fresh.state != "running" or fresh.id in self._mine:  # about to be told by the thread that waits
+            if fresh.state != "running" or fresh.id in self._children:  # the thread that waits will write its state
                 return fresh
-        return replace(fresh, state=_judged(fresh))
+        return replace(fresh, state=_state_from_files(fresh))
 
     def _write_recipe(self, job: WebJob, values: dict[str, Any]) -> None:
-        text = forms.to_yaml(values, forms.page_of(job.word, values))
-        _replace(job.recipe, text)
+        text = forms.to_yaml(values, forms.page_of(job.command, values))
+        replace_text(job.recipe, text)
 
     def _write(self, job: WebJob) -> None:
         stored = {name: value for name, value in asdict(job).items() if name != "folder"}
-        _replace(self.folder / job.id / "job.json", json.dumps(stored, indent=1, ensure_ascii=False) + "\n")
+        replace_text(self.folder / job.id / "job.json", json.dumps(stored, indent=1, ensure_ascii=False) + "\n")
 
     def _read(self, id: str) -> WebJob | None:
         try:
             stored = json.loads((self.folder / id / "job.json").read_text(encoding="utf-8"))
-            return WebJob(**{**stored, "id": id, "folder": str(self.folder / id)})
+            current = {EARLIER_NAMES.get(name, name): value for name, value in stored.items()}
+            return WebJob(**{**current, "id": id, "folder": str(self.folder / id)})
         except (OSError, ValueError, TypeError):
             return None
 
@@ -297,9 +305,9 @@ def start_process(argv: list[str], log: Path, folder: Path, roots: Roots) -> sub
     """A session of its own: neither the page's end nor Ctrl-C in its terminal reaches it."""
     env = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE} | roots.environment
     env |= {"PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
-    if key := _read_secret(log.with_name(KEY_FILE)):  # never an argument: those are seen by every account
+    if key := read_secret(log.with_name(KEY_FILE)):  # never an argument: those are seen by every account
         env |= {KEY_VARIABLE: key, ADDRESS_VARIABLE: str(log.with_name(ADDRESS_FILE))}
-    with log.open("ab") as out:
+    with append(log) as out:
         return subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=folder, env=env, start_new_session=True
         )
@@ -309,16 +317,16 @@ def _state(job: WebJob, code: int) -> State:
     if code == PREEMPTED:
         return "stopped"
     if code == 0:
-        return "stopped" if job.asked_to_stop and job.word == "server" else "ended"
-    return "stopped" if job.asked_to_stop and (code < 0 or code in (130, 137, 143)) else "failed"
+        return "stopped" if job.stop_requested and job.command == "server" else "ended"
+    return "stopped" if job.stop_requested and (code < 0 or code in (130, 137, 143)) else "failed"
 
 
-def _judged(job: WebJob) -> State:
-    """Of a process that ended while no page was there to wait for it: its run.json, else the end of its log."""
-    if job.word == "train":
-        told = _story(Path(job.output_dir) / "run.json", job.began)
-        if told in ("finished", "stopped", "failed"):
-            return {"finished": "ended", "stopped": "stopped", "failed": "failed"}[told]  # type: ignore[return-value]
+def _state_from_files(job: WebJob) -> State:
+    """State of a process that ended while no page was running: from its run.json, else from the end of its log."""
+    if job.command == "train":
+        run_status = _run_status(Path(job.output_dir) / "run.json", job.began)
+        if run_status in ("finished", "stopped", "failed"):
+            return {"finished": "ended", "stopped": "stopped", "failed": "failed"}[run_status]  # type: ignore[return-value]
     try:
         with job.log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 8192))
@@ -327,10 +335,10 @@ def _judged(job: WebJob) -> State:
         return "lost"
     if re.search(r"^error: ", end, re.MULTILINE):
         return "failed"
-    return "stopped" if job.asked_to_stop else "lost"
+    return "stopped" if job.stop_requested else "lost"
 
 
-def _story(path: Path, since: float) -> str:
+def _run_status(path: Path, since: float) -> str:
     """The status a run wrote down, if it did so after `since`."""
     try:
         if path.stat().st_mtime < since:
@@ -340,23 +348,5 @@ def _story(path: Path, since: float) -> str:
         return ""
 
 
-def _label(who: str) -> str:
-    return "".join(c for c in str(who) if c.isprintable())[:80]
-
-
-def write_secret(path: Path, text: str) -> None:
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
-
-
-def _read_secret(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        return ""
-
-
-def _replace(path: Path, text: str) -> None:
-    part = path.with_name(f".{path.name}.{secrets.token_hex(3)}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+def _label(owner: str) -> str:
+    return "".join(c for c in str(owner) if c.isprintable())[:80]

@@ -39,11 +39,11 @@ CLOSED = (
 
 
 class Refused(Exception):
-    """An answer instead of what was asked for."""
+    """A response with an error status instead of the requested one."""
 
-    def __init__(self, status: int, why: str) -> None:
-        super().__init__(why)
-        self.status, self.why = status, why
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status, self.reason = status, reason
 
 
 class RequestLimits:
@@ -51,13 +51,13 @@ class RequestLimits:
 
     def __init__(self, app: Any, uploads: Sequence[Path] = ()) -> None:
         self.app, self.uploads = app, uploads
-        self.requests = self.bodies = self.sent = 0
+        self.open_requests = self.open_bodies = self.open_uploads = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises Refused before anything is answered."""
-        if self.requests >= MAX_REQUESTS:
+        if self.open_requests >= MAX_REQUESTS:
             raise Refused(503, f"{MAX_REQUESTS} requests are open: close other tabs of this page, then try again")
-        self.requests += 1
+        self.open_requests += 1
         try:
             if scope["type"] == "http" and scope["method"] not in ("GET", "HEAD"):
                 await self._with_body(scope, receive, send)
@@ -65,16 +65,16 @@ class RequestLimits:
                 _refuse_closed(scope)
                 await self.app(scope, receive, send)
         finally:
-            self.requests -= 1
+            self.open_requests -= 1
 
     async def _with_body(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].rstrip("/")
         if path not in POSTS or scope["method"] != "POST":
             raise Refused(403, "there is nothing here")
         is_upload = path == UPLOAD
-        if self.bodies >= MAX_BODIES or (is_upload and self.sent >= MAX_UPLOADS):
+        if self.open_bodies >= MAX_BODIES or (is_upload and self.open_uploads >= MAX_UPLOADS):
             raise Refused(503, "too many requests at once: try again in a moment")
-        self.bodies, self.sent = self.bodies + 1, self.sent + is_upload
+        self.open_bodies, self.open_uploads = self.open_bodies + 1, self.open_uploads + is_upload
         try:
             limit, seconds = (MAX_UPLOAD, UPLOAD_S) if is_upload else (MAX_BODY, BODY_S)
             body = await read_body(scope, receive, limit, seconds)
@@ -83,16 +83,16 @@ class RequestLimits:
                     trim(folder)
             else:
                 check_files(body, self.uploads)
-            await self.app(scope, _again(body, receive), send)
+            await self.app(scope, _replayed(body, receive), send)
         finally:
-            self.bodies, self.sent = self.bodies - 1, self.sent - is_upload
+            self.open_bodies, self.open_uploads = self.open_bodies - 1, self.open_uploads - is_upload
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int, seconds: float | None = None) -> bytes:
     """All of it, however it is sent; refused as soon as it is known to be too long, or late."""
     too_long = Refused(413, f"at most {limit:,} bytes")
-    told = next((value for name, value in scope["headers"] if name.lower() == b"content-length"), b"0")
-    if not told.isdigit() or int(told[:20]) > limit:
+    length = next((value for name, value in scope["headers"] if name.lower() == b"content-length"), b"0")
+    if not length.isdigit() or int(length[:20]) > limit:
         raise too_long
     seconds = BODY_S if seconds is None else seconds
     parts, size, end = [], 0, time.monotonic() + seconds
@@ -117,17 +117,17 @@ def check_files(body: bytes, folders: Sequence[Path]) -> None:
     if not body:
         return
     try:
-        todo = [json.loads(body)]
+        values = [json.loads(body)]
     except (ValueError, RecursionError):
         raise Refused(400, "this is not JSON") from None
-    while todo:
-        value = todo.pop()
+    while values:
+        value = values.pop()
         if isinstance(value, dict):
             if "path" in value and not is_uploaded(value["path"], folders):
                 raise Refused(403, "this file was not uploaded")
-            todo.extend(value.values())
+            values.extend(value.values())
         elif isinstance(value, list):
-            todo.extend(value)
+            values.extend(value)
 
 
 def is_uploaded(path: Any, folders: Sequence[Path]) -> bool:
@@ -146,11 +146,11 @@ def trim(folder: Path) -> None:
     files = []
     for path in folder.rglob("*"):
         try:
-            told = path.lstat()
+            status = path.lstat()
         except OSError:
             continue
         if not path.is_dir() or path.is_symlink():
-            files.append((told.st_mtime, told.st_size, path))
+            files.append((status.st_mtime, status.st_size, path))
     total, count = sum(size for _, size, _ in files), len(files)
     for _, size, path in sorted(files):
         if total <= KEPT_BYTES - MAX_FILE and count < KEPT_FILES:
@@ -167,11 +167,11 @@ def _refuse_closed(scope: Scope) -> None:
         raise Refused(403, "there is nothing here")
 
 
-def _again(body: bytes, receive: Receive) -> Receive:
+def _replayed(body: bytes, receive: Receive) -> Receive:
     """The body once more, in one piece; after it what the client does."""
-    left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receiving() -> Message:
-        return left.pop() if left else await receive()
+        return pending.pop() if pending else await receive()
 
     return receiving

@@ -26,11 +26,11 @@ def suggest_paths(roots: Roots) -> dict[str, list[str]]:
     models: dict[str, None] = {}
     adapters: dict[str, None] = {}
     data: dict[str, None] = {}
-    seen = 0
+    visited = 0
     for root in roots.folders:
         for folder, names in _folders(root):
-            seen += 1
-            if seen > MAX_FOLDERS:
+            visited += 1
+            if visited > MAX_FOLDERS:
                 break
             shown = _shown(folder, roots)
             if _has_weights(names) and names & set(ADAPTER_CONFIGS):

@@ -17,7 +17,8 @@ from erniekit.config.field import PathKind
 from erniekit.config.flat import KEYS as DECLARED
 from erniekit.errors import ConfigError
 from erniekit.files.media_folders import FOLDERS_VARIABLE
-from erniekit.webui.contents import bases_named, file_lines, links_in, token_files
+from erniekit.printable import public
+from erniekit.webui.contents import adapter_bases, file_lines, links_in, token_files
 
 MAX_LENGTH = 1024  # of a whole path: longer ones are no typed path
 MAX_NAME = 255  # of one part of it, as file systems have it
@@ -28,7 +29,7 @@ KEYS = tuple(KINDS)
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
-KEY_FILE = "server.key"  # of a job: what a server of the page is asked with
+KEY_FILE = "server.key"  # of a job: the API key of its server
 
 
 class PathError(ConfigError):
@@ -45,7 +46,7 @@ class Roots:
 
     @property
     def environment(self) -> dict[str, str]:
-        """For processes that read files on behalf of the page: pictures that rows name must lie in the roots, too."""
+        """For processes that read files on behalf of the page: pictures that rows name must be in the roots, too."""
         return {FOLDERS_VARIABLE: os.pathsep.join(map(str, self.folders))}
 
     def with_folder(self, folder: str | Path) -> Roots:
@@ -61,19 +62,19 @@ class Roots:
         if real.name == KEY_FILE:
             raise PathError(f"{key} names a secret of this page", where=key, fix="another file")
         if not self.holds(real):
-            raise self._leads_out(key, f"{key} leads outside the folders of this page: {_short(text)}")
+            raise self._outside_error(key, f"{key} leads outside the folders of this page: {_short(text)}")
         return real
 
     def holds(self, real: Path) -> bool:
         return any(real == folder or folder in real.parents for folder in self.folders)
 
-    def settle(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def resolve_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The values with every path in them resolved; the first one that leads out raises."""
-        settled = {name: self.settle_one(name, value) for name, value in values.items()}
-        self._check_bases(settled)
-        return settled
+        resolved = {name: self.resolve_value(name, value) for name, value in values.items()}
+        self._check_bases(resolved)
+        return resolved
 
-    def settle_one(self, name: str, value: Any) -> Any:
+    def resolve_value(self, name: str, value: Any) -> Any:
         kind = KINDS.get(name, "")
         if not kind or value in (None, "", (), []):
             return value
@@ -88,32 +89,34 @@ class Roots:
         if kind == "prefix_list":
             return self._prefix_list(str(value), name)
         if kind == "numbers":
-            words = str(value).replace(",", " ").split()
-            return value if all(map(_is_number, words)) else str(self.resolve(str(value), name))
-        words = _words(value)
+            items = str(value).replace(",", " ").split()
+            return value if all(map(_is_number, items)) else str(self.resolve(str(value), name))
+        items = _items(value)
         if kind == "named":
-            return [f"{label}={self._path(path, name)}" for label, path in (_halves(word, name) for word in words)]
-        return [self._path(self._no_pattern(word, name), name) for word in words]
+            return [
+                f"{label}={self._path(path, name)}" for label, path in (_name_and_path(item, name) for item in items)
+            ]
+        return [self._path(self._no_pattern(item, name), name) for item in items]
 
     def missing(self, name: str, value: Any) -> str:
         """The first file or folder of a key that would be read and is not there; empty where all are."""
         kind = KINDS.get(name, "")
         if kind not in ("one", "several", "model") or name == "resume_from_checkpoint" or value in (None, "", (), []):
             return ""
-        words = [str(word) for word in ([value] if isinstance(value, str) and kind != "several" else _words(value))]
-        for word in words:
-            first = self.folders[0] / word.partition("/")[0]
-            if kind == "model" and self._is_hub_id(word, name) and not first.is_dir():
+        items = [str(item) for item in ([value] if isinstance(value, str) and kind != "several" else _items(value))]
+        for item in items:
+            first = self.folders[0] / item.partition("/")[0]
+            if kind == "model" and self._is_hub_id(item, name) and not first.is_dir():
                 continue  # a hub id; with a folder of that name here it is a path that was mistyped
-            if not self.resolve(word, name).exists():
-                return word
+            if not self.resolve(item, name).exists():
+                return item
         return ""
 
-    def _no_pattern(self, word: str, name: str) -> str:
-        """A pattern may match links that lead out; a folder's links are looked at."""
-        if glob.has_magic(word) and not self.resolve(word, name).exists():
-            raise PathError(f"{name} is a pattern: {_short(word)}", where=name, fix="name files, or their folder")
-        return word
+    def _no_pattern(self, item: str, name: str) -> str:
+        """A pattern may match links that lead out; the links of a folder are checked."""
+        if glob.has_magic(item) and not self.resolve(item, name).exists():
+            raise PathError(f"{name} is a pattern: {_short(item)}", where=name, fix="name files, or their folder")
+        return item
 
     def _is_hub_id(self, text: str, name: str) -> bool:
         """`owner/name`, nothing of that name on the disk: it is looked up in the download cache."""
@@ -123,9 +126,9 @@ class Roots:
     def _path(self, text: str, name: str) -> str:
         """A file or folder; links inside a folder are what the job would follow, so they must stay inside as well."""
         real = self.resolve(text, name)
-        links, whole = links_in(real, self.holds)
+        links, complete = links_in(real, self.holds)
         self._check_links(links, name)
-        if not whole and KINDS[name] != "out":
+        if not complete and KINDS[name] != "out":
             raise PathError(
                 f"{name} holds more files than this page looks through",
                 where=name,
@@ -136,43 +139,43 @@ class Roots:
     def _check_links(self, links: Sequence[Path], name: str) -> None:
         for link in links:
             if not self.holds(Path(os.path.realpath(link))):
-                raise self._leads_out(
+                raise self._outside_error(
                     name, f"{name} holds a link that leads outside the folders of this page: {link.name}"
                 )
 
     # ---- token files of pre-training, as data/pretrain.py reads these keys
 
     def _prefix(self, text: str, name: str) -> Path:
-        """A prefix, one of its files, or a folder of them; the files that would be opened must lie inside."""
+        """A prefix, one of its files, or a folder of them; the files that would be opened must be inside the roots."""
         real = self.resolve(text, name)
         self._check_links(token_files(real), name)
         self._check_links(links_in(real, self.holds)[0], name)
         return real
 
     def _prefixes(self, text: str, name: str) -> str:
-        """A path that exists, blanks in it or not; else words: weights and prefixes by turns, or prefixes alone."""
-        words = text.split()
-        if len(words) < 2 or self._is_there(text, name):
+        """A path that exists, blanks included; else a list of alternating weights and prefixes, or of prefixes."""
+        items = text.split()
+        if len(items) < 2 or self._exists(text, name):
             return str(self._prefix(text, name))
-        by_turns = len(words) % 2 == 0 and all(map(_is_number, words[::2]))
-        paths = words[1::2] if by_turns else words
-        settled = [self._word(path, name) for path in paths]
+        by_turns = len(items) % 2 == 0 and all(map(_is_number, items[::2]))
+        paths = items[1::2] if by_turns else items
+        resolved = [self._list_item(path, name) for path in paths]
         if by_turns:
-            settled = [word for pair in zip(words[::2], settled) for word in pair]
-        return " ".join(settled)
+            resolved = [item for pair in zip(items[::2], resolved) for item in pair]
+        return " ".join(resolved)
 
     def _prefix_list(self, text: str, name: str) -> str:
         """A file with a prefix on every line; else prefixes between commas or blanks."""
-        if self._is_there(text, name) and (real := self.resolve(text, name)).is_file():
+        if self._exists(text, name) and (real := self.resolve(text, name)).is_file():
             for line in file_lines(real, name):
                 self._prefix(line, name)
             return str(real)
-        joined = ",".join(self._word(word, name) for word in text.replace(",", " ").split())
+        joined = ",".join(self._list_item(item, name) for item in text.replace(",", " ").split())
         if "," in joined and os.path.isfile(joined):  # read as a file of prefixes, of which none was checked
             raise PathError(f"{name} is a list and a file at once", where=name, fix="rename the file")
         return joined
 
-    def _is_there(self, text: str, name: str) -> bool:
+    def _exists(self, text: str, name: str) -> bool:
         """Whether the text as a whole names something inside the roots: a file, a folder or token files."""
         try:
             real = self.resolve(text, name)
@@ -180,7 +183,7 @@ class Roots:
             return False
         return real.exists() or bool(token_files(real))
 
-    def _word(self, text: str, name: str) -> str:
+    def _list_item(self, text: str, name: str) -> str:
         real = str(self._prefix(text, name))
         if re.search(r"[\s,]", real):  # the reader of the list would cut it there, into paths that were not checked
             raise PathError(
@@ -192,24 +195,24 @@ class Roots:
 
     # ---- adapters
 
-    def _check_bases(self, settled: Mapping[str, Any]) -> None:
+    def _check_bases(self, resolved: Mapping[str, Any]) -> None:
         """An adapter's config names the model below it, which is opened unless the recipe names one.
 
         That of a teacher always is.
         """
-        model = str(settled.get("model_name_or_path") or "")
+        model = str(resolved.get("model_name_or_path") or "")
         names = ["model_name_or_path", "lora_path", "lora_modules", "output_dir"]
-        if model and not bases_named(Path(model)):  # a model by itself, or a hub id
+        if model and not adapter_bases(Path(model)):  # a model by itself, or a hub id
             names = []
         for name in (*names, "teacher_model_name_or_path"):
-            value = settled.get(name) or ()
+            value = resolved.get(name) or ()
             for text in [value] if isinstance(value, str) else value:
                 folder = str(text).partition("=")[2] if KINDS[name] == "named" else str(text)
-                for config, base in bases_named(Path(folder)):
+                for config, base in adapter_bases(Path(folder)):
                     self._check_base(config, base, name)
 
     def _check_base(self, config: Path, base: str, name: str) -> None:
-        """It is looked for from here, then from the adapter: nothing outside may be found, nor be all there is."""
+        """Resolved from the first root, then from the adapter: refused if one that exists is outside, or both are."""
         try:
             places = (self.folders[0] / Path(base).expanduser(), config.parent / base)
             outside = [real for place in places if not self.holds(real := Path(os.path.realpath(place)))]
@@ -218,9 +221,9 @@ class Roots:
             refused = True
         if refused:
             what = f"the adapter in {name} is of a model outside the folders of this page: {_short(base)}"
-            raise self._leads_out(name, what, "name its model with model_name_or_path, or ")
+            raise self._outside_error(name, what, "name its model with model_name_or_path, or ")
 
-    def _leads_out(self, key: str, what: str, first: str = "") -> PathError:
+    def _outside_error(self, key: str, what: str, first: str = "") -> PathError:
         inside = " or ".join(map(str, self.folders))
         return PathError(what, where=key, fix=f"{first}use a path inside {inside}, or start the page with root=DIR,DIR")
 
@@ -230,26 +233,32 @@ def _check_text(text: str, key: str) -> None:
         raise PathError(f"{key} is empty", where=key, fix="name a file or folder")
     if any(ord(c) < 32 or ord(c) == 127 for c in text):
         raise PathError(f"{key} holds a control character", where=key, fix="type the path again")
+    if "://" in text:  # as a path it would name a folder of this machine
+        raise PathError(
+            f"{key} is an address: {_short(public(text))}",
+            where=key,
+            fix="download it into a folder of this page, or start the run on the command line",
+        )
     too_long = len(os.fsencode(text)) > MAX_LENGTH or any(len(os.fsencode(p)) > MAX_NAME for p in text.split("/"))
     if too_long:
         raise PathError(f"{key} is longer than a path can be", where=key, fix=f"at most {MAX_LENGTH} bytes")
 
 
-def _words(value: Any) -> list[str]:
-    words = value.split(",") if isinstance(value, str) else list(value)
-    return [str(word).strip() for word in words if str(word).strip()]
+def _items(value: Any) -> list[str]:
+    items = value.split(",") if isinstance(value, str) else list(value)
+    return [str(item).strip() for item in items if str(item).strip()]
 
 
-def _halves(word: str, key: str) -> tuple[str, str]:
-    label, equals, path = word.partition("=")
+def _name_and_path(item: str, key: str) -> tuple[str, str]:
+    label, equals, path = item.partition("=")
     if not equals or not path or not _LABEL.fullmatch(label):
-        raise PathError(f"{key} is {_short(word)!r}", where=key, fix="name=DIR, such as mine=output/run")
+        raise PathError(f"{key} is {_short(item)!r}", where=key, fix="name=DIR, such as mine=output/run")
     return label, path
 
 
-def _is_number(word: str) -> bool:
+def _is_number(item: str) -> bool:
     try:
-        return float(word) == float(word)  # nan is none
+        return float(item) == float(item)  # nan is none
     except ValueError:
         return False
 

@@ -1,13 +1,12 @@
-"""A look before a run: rows of a dataset with the tokens that are trained in colour, and the doctor's report.
+"""Checks before a run: rows of a dataset with the trained tokens marked, and the doctor's report.
 
-Called by the train page. Both are asked of the CLI in a child process with a time limit; nothing is imported here.
+Called by the train page. Both run the CLI in a child process with a time limit; nothing of training is imported here.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -20,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from erniekit.errors import ConfigError
+from erniekit.printable import public
 from erniekit.webui import forms
+from erniekit.webui.forms import FormProblem
 from erniekit.webui.job_log import plain
 from erniekit.webui.jobs import TOKEN_VARIABLE
 from erniekit.webui.paths import Roots
@@ -32,7 +33,6 @@ VISION_KEYS = (
 )  # fmt: skip
 PREVIEW_S, DOCTOR_S = 60.0, 300.0
 MAX_OUTPUT = 4 * 2**20  # bytes
-_THUMBNAIL = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/=]+")
 
 
 @dataclass(frozen=True)
@@ -53,18 +53,10 @@ class PreviewMedium:
     frames: int = 1
     thumbnail: str = ""  # a data: URL of a JPEG
 
-    @property
-    def html(self) -> str:
-        """Escaped. Nothing but a picture in base64 is put into the page."""
-        frames = f", {self.frames} frames" if self.frames > 1 else ""
-        told = f"{self.kind} {self.name}: {self.size[0]} x {self.size[1]}{frames}, {self.tokens:,} tokens"
-        image = f'<img src="{self.thumbnail}" alt="">' if _THUMBNAIL.fullmatch(self.thumbnail) else ""
-        return f'<figure class="ek-medium">{image}<figcaption>{escape(told)}</figcaption></figure>'
-
 
 @dataclass(frozen=True)
 class PreviewRow:
-    """One row as the model sees it; `problem` says why it is not used."""
+    """One row as the model sees it; `problem`: why it is not used."""
 
     file: str
     line: int
@@ -80,50 +72,29 @@ class PreviewRow:
         """Escaped; trained tokens are <mark>, those of a rejected answer <mark class="rejected">."""
         if self.problem:
             return f'<span class="bad-row">{escape(self.problem)}</span>'
-        text = "".join(_marked(p) for p in self.pieces).replace("\n", "<br>")
-        return "".join(medium.html for medium in self.media) + text
-
-    @property
-    def head(self) -> str:
-        """Where it stands, how much of it is trained, which fields are not used; escaped."""
-        told = [f"{Path(self.file).name}:{self.line}", *([] if self.problem else [f"{self.trained}/{self.tokens}"])]
-        told += [f"fields not used: {', '.join(self.unused)}"] if self.unused else []
-        return " &middot; ".join(map(escape, told))
+        return "".join(_marked(p) for p in self.pieces).replace("\n", "<br>")
 
 
 @dataclass(frozen=True)
 class Preview:
-    """`total`: rows of all files, 0 where they were not counted; `error`: what stopped it, as the CLI says it."""
+    """`total`: rows of all files, 0 where they were not counted; `error`: the message of the CLI that stopped it."""
 
     rows: tuple[PreviewRow, ...] = ()
     total: int = 0
     format: str = ""
     error: str = ""
-
-    @property
-    def html(self) -> str:
-        if self.error:
-            return f'<pre class="error">{escape(self.error)}</pre>'
-        lines = (
-            f'<div class="row"><div class="row-head">{row.head}</div><div class="row-text">{row.html}</div></div>'
-            for row in self.rows
-        )
-        return f'<div class="preview">{"".join(lines)}</div>'
+    problems: tuple[FormProblem, ...] = ()  # with the values: nothing was read
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `erniekit doctor` said. `ok` only if every check passed."""
+    """Output of `erniekit doctor`. `ok` only if every check passed."""
 
     ok: bool
     text: str
     seconds: float = 0.0
     timed_out: bool = False
     lines: list[str] = field(default_factory=list)
-
-    @property
-    def html(self) -> str:
-        return f'<pre class="{"ok" if self.ok else "error"}">{escape(self.text)}</pre>'
 
 
 def preview(
@@ -138,24 +109,28 @@ def preview(
         f"{which}_dataset_path", f"{which}_dataset_type",
         *VISION_KEYS,
     )  # fmt: skip
-    kept = {name: value for name, value in {**forms.form(page).fixed, **values}.items() if name in wanted}
-    kept = {name.replace("eval_", "train_", 1): value for name, value in kept.items()}
-    problems = forms.check_alone(kept, roots)
-    if not kept.get("train_dataset_path"):
-        return Preview(error=f"{which}_dataset_path must be given")
+    values_read = {name: value for name, value in {**forms.form(page).fixed, **values}.items() if name in wanted}
+    values_read = {name.replace("eval_", "train_", 1): value for name, value in values_read.items()}
+    problems = forms.check_each(values_read, roots)
+    if not values_read.get("train_dataset_path"):
+        problems = [FormProblem(f"{which}_dataset_path", f"{which}_dataset_path must be given", "")]
     if problems:
-        return Preview(error="\n".join(map(str, problems)))
+        return _refused(*problems)
     try:
-        recipe = forms.to_yaml(roots.settle(kept), page)
+        recipe = forms.to_yaml(roots.resolve_values(values_read), page)
     except ConfigError as error:
-        return Preview(error=str(error))
-    words = ["--json", "--from", str(max(0, int(start))), "--rows", str(min(100, max(1, int(count))))]
-    done = run(["data", "preview"], recipe, timeout, words, roots)
+        return _refused(FormProblem("", error.what, error.fix))
+    arguments = ["--json", "--from", str(max(0, int(start))), "--rows", str(min(100, max(1, int(count))))]
+    done = run(["data", "preview"], recipe, timeout, arguments, roots)
     if done.timed_out:
-        return Preview(error=f"no answer within {timeout:.0f} s")
+        return _refused(FormProblem("", f"no answer within {timeout:.0f} s", "name smaller files"))
     if not done.ok:
         return Preview(error=done.text)
     return _parsed(done.text)
+
+
+def _refused(*problems: FormProblem) -> Preview:
+    return Preview(error="\n".join(map(str, problems)), problems=problems)
 
 
 def doctor(recipe: str, roots: Roots, timeout: float = DOCTOR_S) -> Report:
@@ -171,7 +146,7 @@ def doctor(recipe: str, roots: Roots, timeout: float = DOCTOR_S) -> Report:
 
 
 def run(
-    words: list[str], recipe: str, timeout: float, more: list[str] | None = None, roots: Roots | None = None
+    arguments: list[str], recipe: str, timeout: float, further: list[str] | None = None, roots: Roots | None = None
 ) -> Report:
     """`erniekit WORDS recipe.yaml` to its end. After `timeout` it and all it started are ended. In the first root, as a
     job: relative paths inside a list of files start there."""
@@ -181,23 +156,26 @@ def run(
     with tempfile.TemporaryDirectory(prefix="erniekit-") as own, tempfile.TemporaryFile() as out:
         file = Path(own) / "recipe.yaml"
         file.write_text(recipe, encoding="utf-8")
-        argv = [sys.executable, "-m", "erniekit", *words, str(file), *(more or [])]
+        argv = [sys.executable, "-m", "erniekit", *arguments, str(file), *(further or [])]
         child = subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env={**env, "NO_COLOR": "1"},
             start_new_session=True, cwd=roots.folders[0] if roots else None,
         )  # fmt: skip
-        late = False
+        timed_out = False
         try:
             child.wait(timeout)
         except subprocess.TimeoutExpired:
-            late = True
+            timed_out = True
         finally:
             if child.poll() is None:
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
         out.seek(0)
         text = plain(out.read(MAX_OUTPUT).decode("utf-8", errors="replace")).strip().replace(str(file), "recipe.yaml")
-    return Report(child.returncode == 0 and not late, text, round(time.monotonic() - began, 2), late, text.splitlines())
+        text = public(text)
+    return Report(
+        child.returncode == 0 and not timed_out, text, round(time.monotonic() - began, 2), timed_out, text.splitlines()
+    )
 
 
 def _marked(piece: PreviewPiece) -> str:
@@ -207,15 +185,15 @@ def _marked(piece: PreviewPiece) -> str:
     return f"<mark{kind}>{escape(piece.text)}</mark>"
 
 
-def _medium(told: Mapping[str, Any]) -> PreviewMedium:
-    wide, high = map(int, told["size"])
-    more = int(told.get("frames", 1)), str(told.get("thumbnail", ""))
-    return PreviewMedium(str(told["kind"]), str(told["name"]), int(told["tokens"]), (wide, high), *more)
+def _medium(data: Mapping[str, Any]) -> PreviewMedium:
+    wide, high = map(int, data["size"])
+    further = int(data.get("frames", 1)), str(data.get("thumbnail", ""))
+    return PreviewMedium(str(data["kind"]), str(data["name"]), int(data["tokens"]), (wide, high), *further)
 
 
 def _parsed(text: str) -> Preview:
     try:
-        told = json.loads(text[text.index("{") :].splitlines()[0])
+        data = json.loads(text[text.index("{") :].splitlines()[0])
         rows = tuple(
             PreviewRow(
                 str(row["file"]),
@@ -227,8 +205,8 @@ def _parsed(text: str) -> Preview:
                 tuple(map(str, row.get("unused", ()))),
                 tuple(_medium(one) for one in row.get("media", ())),
             )
-            for row in told["rows"]
+            for row in data["rows"]
         )
-        return Preview(rows, int(told["total"]), str(told["format"]))
+        return Preview(rows, int(data["total"]), str(data["format"]))
     except (ValueError, KeyError, TypeError, IndexError):
         return Preview(error=text[-2000:])

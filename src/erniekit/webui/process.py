@@ -15,28 +15,28 @@ from erniekit.process_stat import BOOT_ID, START_TICKS, folder_of, has_ended, st
 
 
 def identity(pid: int) -> str:
-    """Boot and start time of a living process as an opaque text; empty when it is gone (a zombie is gone)."""
+    """Boot and start time of a living process as an opaque text; empty when it has ended (a zombie has)."""
     if pid <= 0:
         return ""
     try:
         fields = stat_fields(folder_of(pid))
         boot = BOOT_ID.read_text().strip()
     except OSError:
-        return "" if Path("/proc/self/stat").exists() else _asked(pid)
+        return "" if Path("/proc/self/stat").exists() else _identity_from_ps(pid)
     return "" if has_ended(fields) else f"{boot}:{fields[START_TICKS]}"
 
 
-def is_same(pid: int, told: str) -> bool:
-    return bool(told) and identity(pid) == told
+def is_same(pid: int, expected: str) -> bool:
+    return bool(expected) and identity(pid) == expected
 
 
-def send(pid: int, told: str, number: signal.Signals, group: bool = False) -> bool:
+def send(pid: int, expected: str, number: signal.Signals, group: bool = False) -> bool:
     """Send a signal to that very process, or to its whole session; False when it is no longer there."""
     handle = -1
     try:
         if hasattr(os, "pidfd_open"):  # held from before the check on, it cannot come to mean another process
             handle = os.pidfd_open(pid)
-        if not is_same(pid, told):
+        if not is_same(pid, expected):
             return False
         if group:
             os.killpg(pid, number)
@@ -45,7 +45,7 @@ def send(pid: int, told: str, number: signal.Signals, group: bool = False) -> bo
         else:
             os.kill(pid, number)
     except OSError as error:
-        if error.errno in (errno.ESRCH, errno.EINVAL):  # it is gone
+        if error.errno in (errno.ESRCH, errno.EINVAL):  # it has ended
             return False
         raise
     finally:
@@ -54,7 +54,7 @@ def send(pid: int, told: str, number: signal.Signals, group: bool = False) -> bo
     return True
 
 
-def _asked(pid: int) -> str:
+def _identity_from_ps(pid: int) -> str:
     """Where there is no /proc."""
     done = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, timeout=5)
     return done.stdout.strip()

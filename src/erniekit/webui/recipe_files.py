@@ -28,16 +28,16 @@ def examples_folder(root: Path) -> Path | None:
 
 def recipe_files(root: Path, home: Path) -> dict[str, Path]:
     """Recipes of training by name: uploads first, newest on top, then the examples. `home`: the page's own folder."""
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     uploads = [path for path in (home / RECIPES).glob("*") if path.is_file() and not path.is_symlink()]
     for path in sorted(uploads, key=lambda path: -path.stat().st_mtime):
-        found[path.name] = path
+        files[path.name] = path
     examples = examples_folder(root)
     for path in sorted(examples.rglob("*.yaml")) if examples else ():
         name = path.relative_to(examples).with_suffix("").as_posix() if examples else ""
         if name.startswith(FOLDERS) and not path.name.startswith(OTHER_COMMANDS):
-            found[name.removeprefix("configs/")] = path
-    return found
+            files[name.removeprefix("configs/")] = path
+    return files
 
 
 def read_recipe(path: Path) -> str:

@@ -23,13 +23,13 @@ from erniekit.config.flat import KEYS
 from erniekit.webui.contents import ADAPTER_CONFIGS
 from erniekit.webui.jobs import State, WebJob
 
-STORY, METRICS = "run.json", "metrics.jsonl"
+RUN_FILE, METRICS = "run.json", "metrics.jsonl"
 MAX_DEPTH = 5  # folders below one that is searched
-MAX_FOLDERS = 5000  # looked into, of each folder that is searched
+MAX_FOLDERS = 5000  # visited below each folder that is searched
 MAX_RUNS = 500
-MAX_STORY = 20 * 2**20  # bytes of a run.json
+MAX_RUN_FILE = 20 * 2**20  # bytes of a run.json
 SEARCH_S = 10.0  # between two walks
-SILENT_S = 120.0  # without a new line of metrics a run of another terminal is taken for ended
+SILENT_S = 120.0  # without a new line of metrics a run of another terminal counts as ended
 SKIPPED = {"node_modules", "__pycache__", "site-packages"}
 # Origins of a value in run.json that its recipe did not give.
 NOT_GIVEN = ("default", "derived")
@@ -54,8 +54,8 @@ class RunFolders:
     def __init__(self, folders: Sequence[Path], search_s: float = SEARCH_S) -> None:
         self.folders = tuple(dict.fromkeys(folders))
         self.search_s = search_s
-        self._found: dict[str, Path] = {}
-        self._stories: dict[Path, tuple[int, dict[str, Any]]] = {}
+        self._runs: dict[str, Path] = {}
+        self._records: dict[Path, tuple[int, dict[str, Any]]] = {}
         self._at = -1e9
         self._lock = threading.Lock()
 
@@ -71,46 +71,46 @@ class RunFolders:
 
     def recipe(self, output_dir: str) -> dict[str, Any]:
         """The keys that the run was given, by its run.json."""
-        config = self.story(Path(output_dir)).get("config")
+        config = self.run_record(Path(output_dir)).get("config")
         rows = [row for row in config if isinstance(row, dict)] if isinstance(config, list) else []
         given = {str(row.get("key")): row.get("value") for row in rows if row.get("origin") not in NOT_GIVEN}
         return {name: value for name, value in given.items() if name in KEYS and value is not None}
 
-    def story(self, folder: Path) -> dict[str, Any]:
+    def run_record(self, folder: Path) -> dict[str, Any]:
         """run.json, parsed again only when it has changed."""
-        path = folder / STORY
+        path = folder / RUN_FILE
         try:
-            told = path.stat()
-            known = self._stories.get(folder)
-            if known is None or known[0] != told.st_mtime_ns:
-                if told.st_size > MAX_STORY:
+            status = path.stat()
+            cached = self._records.get(folder)
+            if cached is None or cached[0] != status.st_mtime_ns:
+                if status.st_size > MAX_RUN_FILE:
                     return {}
                 read = json.loads(path.read_text(encoding="utf-8"))
-                known = self._stories[folder] = told.st_mtime_ns, read if isinstance(read, dict) else {}
-            return known[1]
+                cached = self._records[folder] = status.st_mtime_ns, read if isinstance(read, dict) else {}
+            return cached[1]
         except (OSError, ValueError, RecursionError):
             return {}
 
     def _paths(self) -> dict[str, Path]:
         with self._lock:
             if time.monotonic() - self._at > self.search_s:
-                found = [path for folder in self.folders for path in _search(folder)]
-                self._found = {run_id(path): path for path in found[:MAX_RUNS]}
+                runs = [path for folder in self.folders for path in _search(folder)]
+                self._runs = {run_id(path): path for path in runs[:MAX_RUNS]}
                 self._at = time.monotonic()
-            return dict(self._found)
+            return dict(self._runs)
 
     def _job(self, id: str, path: Path) -> WebJob | None:
-        story = self.story(path)
-        if not story:
+        run_record = self.run_record(path)
+        if not run_record:
             return None
-        began = _seconds(story.get("started")) or _changed(path / STORY)
-        state = _STATES.get(str(story.get("status")), "lost")
-        last = max(_changed(path / METRICS), _changed(path / STORY))
-        if story.get("status") == "running" and time.time() - last < SILENT_S:
+        began = _seconds(run_record.get("started")) or _changed(path / RUN_FILE)
+        state = _STATES.get(str(run_record.get("status")), "lost")
+        last = max(_changed(path / METRICS), _changed(path / RUN_FILE))
+        if run_record.get("status") == "running" and time.time() - last < SILENT_S:
             state = "running"
-        ended = None if state == "running" else (_seconds(story.get("finished")) or last)
+        ended = None if state == "running" else (_seconds(run_record.get("finished")) or last)
         return WebJob(
-            id, "train", "", [], began, began, str(path), state=state, ended=ended, starts=1 + _resumed(story)
+            id, "train", "", [], began, began, str(path), state=state, ended=ended, starts=1 + _was_resumed(run_record)
         )
 
 
@@ -134,25 +134,25 @@ def kind_of(output_dir: str | Path) -> FolderKind:
 
 def _base(config: Path) -> str:
     try:
-        told = json.loads(config.read_text(encoding="utf-8"))
-        base = told.get("base_model_name_or_path") if isinstance(told, dict) else ""
+        content = json.loads(config.read_text(encoding="utf-8"))
+        base = content.get("base_model_name_or_path") if isinstance(content, dict) else ""
     except (OSError, ValueError, RecursionError):
         return ""
     return base if isinstance(base, str) else ""
 
 
 def _search(root: Path) -> Iterator[Path]:
-    """Folders with a run.json, newest first; what lies inside a run is its own."""
-    found: list[tuple[float, Path]] = []
+    """Folders with a run.json, newest first."""
+    runs: list[tuple[float, Path]] = []
     for at, folders, files in islice(os.walk(root), MAX_FOLDERS):  # symlinks are not followed
         here = Path(at)
-        if STORY in files:
-            found.append((_changed(here / STORY), here))
+        if RUN_FILE in files:
+            runs.append((_changed(here / RUN_FILE), here))
         if len(here.relative_to(root).parts) >= MAX_DEPTH:
             folders[:] = []
         keep = (f for f in folders if not f.startswith(".") and f not in SKIPPED and not _CHECKPOINT.fullmatch(f))
         folders[:] = sorted(keep)
-    yield from (path for _, path in sorted(found, reverse=True))
+    yield from (path for _, path in sorted(runs, reverse=True))
 
 
 def _seconds(text: Any) -> float:
@@ -169,5 +169,5 @@ def _changed(path: Path) -> float:
         return 0.0
 
 
-def _resumed(story: Mapping[str, Any]) -> int:
-    return int(bool(story.get("start_step")))
+def _was_resumed(run_record: Mapping[str, Any]) -> int:
+    return int(bool(run_record.get("start_step")))

@@ -6,12 +6,11 @@ Used by runs.py. The key of a name is the run's output folder, so that it stays 
 from __future__ import annotations
 
 import json
-import os
-import secrets
 import threading
 from pathlib import Path
 
 from erniekit.errors import ConfigError
+from erniekit.webui.private_files import replace_text
 
 FILE = "names.json"
 MAX_NAME = 80  # characters
@@ -47,12 +46,10 @@ class RunNames:
 
     def _read(self) -> dict[str, str]:
         try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
+            names = json.loads(self.path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        return {str(k): str(v) for k, v in found.items()} if isinstance(found, dict) else {}
+        return {str(k): str(v) for k, v in names.items()} if isinstance(names, dict) else {}
 
     def _write(self, names: dict[str, str]) -> None:
-        part = self.path.with_name(f".{FILE}.{secrets.token_hex(3)}.part")
-        part.write_text(json.dumps(names, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(part, self.path)
+        replace_text(self.path, json.dumps(names, indent=1, ensure_ascii=False) + "\n")

@@ -47,8 +47,8 @@ class RunRow:
     """One line of the runs list."""
 
     id: str
-    word: str
-    who: str
+    command: str
+    owner: str
     state: str
     created: float
     stage: str
@@ -61,13 +61,13 @@ class RunRow:
     seconds: float  # from the start to the end, or to now
     output_dir: str
     name: str = ""  # given by a person; empty: none
-    left: float | None = None  # seconds until a running training ends
+    seconds_left: float | None = None  # until a running training ends
     is_job: bool = True  # started by the page; else found in a folder
     kind: FolderKind = field(default_factory=FolderKind)  # of a training's result
 
     @property
     def can_resume(self) -> bool:
-        return self.word == "train" and self.state in RESUMABLE
+        return self.command == "train" and self.state in RESUMABLE
 
     @property
     def progress(self) -> float:
@@ -85,7 +85,7 @@ class Compared:
     differences: dict[str, dict[str, Any]]  # key -> run -> value
 
 
-class Reader:
+class MetricsReader:
     """The metrics of one file, read as it grows; starts over when the file was replaced (a resumed run cuts it)."""
 
     def __init__(self, path: Path) -> None:
@@ -96,17 +96,17 @@ class Reader:
     def read(self) -> dict[str, MetricSeries]:
         try:
             with self.path.open("rb") as file:
-                told = os.fstat(file.fileno())
-                if told.st_ino != self._inode or told.st_size < self._at:
-                    self.series, self._at, self._inode = {}, 0, told.st_ino
+                status = os.fstat(file.fileno())
+                if status.st_ino != self._inode or status.st_size < self._at:
+                    self.series, self._at, self._inode = {}, 0, status.st_ino
                 file.seek(self._at)
                 while part := file.read(_CHUNK):
-                    whole = part.rfind(b"\n") + 1  # the rest is a line that is still being written
-                    if not whole:
+                    complete = part.rfind(b"\n") + 1  # the rest is a line that is still being written
+                    if not complete:
                         break
-                    self._at += whole
+                    self._at += complete
                     file.seek(self._at)
-                    for line in part[:whole].splitlines():
+                    for line in part[:complete].splitlines():
                         self._add(line)
         except OSError:
             self.series, self._at, self._inode = {}, 0, -1
@@ -129,32 +129,32 @@ class Reader:
 
 
 class Runs:
-    """The runs of a page - its own jobs and run folders found beside them; safe to ask from several threads."""
+    """The runs of a page - its own jobs, and run folders that no job has started; safe to call from several threads."""
 
     def __init__(self, jobs: Jobs, folders: RunFolders | None = None) -> None:
         self.jobs = jobs
         self.folders = folders or RunFolders(())
         self.names = RunNames(jobs.root)
-        self._readers: dict[str, Reader] = {}
-        self._given: dict[str, tuple[int, dict[str, Any]]] = {}  # recipes by job, as of their time of change
+        self._readers: dict[str, MetricsReader] = {}
+        self._recipes: dict[str, tuple[int, dict[str, Any]]] = {}  # recipes by job, as of their time of change
         self._lock = threading.Lock()
 
     def series(self, id: str, limit: int = MAX_POINTS) -> dict[str, MetricSeries]:
         """Every metric of a run so far, at most `limit` points each: loss, learning_rate, tokens_per_second, ..."""
-        return {name: thinned(series, limit) for name, series in self._all(self.get(id)).items()}
+        return {name: thinned(series, limit) for name, series in self._metrics(self.get(id)).items()}
 
     def get(self, id: str) -> WebJob:
         """A job of the page, or a run that was found in a folder; the latter has no folder of a job."""
         return self.folders.get(id) or self.jobs.get(id)
 
-    def rows(self, who: str | None = None, words: Iterable[str] = ("train",)) -> list[RunRow]:
-        """The runs list, newest first; runs found in folders are nobody's, so `who` leaves them out."""
-        wanted, jobs = set(words), self.jobs.list(who)
-        if who is None and "train" in wanted:
-            known = {job.output_dir for job in jobs if job.word == "train"}
+    def rows(self, owner: str | None = None, commands: Iterable[str] = ("train",)) -> list[RunRow]:
+        """The runs list, newest first; runs found in folders have no owner, so `owner` leaves them out."""
+        wanted, jobs = set(commands), self.jobs.list(owner)
+        if owner is None and "train" in wanted:
+            known = {job.output_dir for job in jobs if job.command == "train"}
             jobs = sorted([*jobs, *self.folders.list(known)], key=lambda job: -job.created)
         names = self.names.all()
-        return [self._row(job, names) for job in jobs if job.word in wanted]
+        return [self._row(job, names) for job in jobs if job.command in wanted]
 
     def row(self, id: str) -> RunRow:
         return self._row(self.get(id), self.names.all())
@@ -164,18 +164,18 @@ class Runs:
 
     def recipe(self, id: str) -> dict[str, Any]:
         """The keys a run was given."""
-        return dict(self._values(self.get(id)))
+        return dict(self._recipe_values(self.get(id)))
 
-    def resume(self, id: str, who: str = "") -> WebJob:
+    def resume(self, id: str, owner: str = "") -> WebJob:
         """Continue a run from its newest checkpoint; one found in a folder becomes a job with the same recipe."""
         job = self.get(id)
         if job.folder:
             return self.jobs.resume(id)
         if job.is_running:
             raise JobError("this run is still running", where=job.output_dir, fix="stop it first")
-        values = {**self._values(job), "output_dir": job.output_dir}
+        values = {**self._recipe_values(job), "output_dir": job.output_dir}
         values.pop("overwrite_output_dir", None)  # it would start from the beginning
-        return self.jobs.start("train", forms.to_yaml(values, forms.page_of("train", values)), who)
+        return self.jobs.start("train", forms.to_yaml(values, forms.page_of("train", values)), owner)
 
     def results(self, id: str) -> dict[str, Any]:
         """The numbers a finished job of `train` or `eval` left: all_results.json; empty before."""
@@ -183,53 +183,53 @@ class Runs:
 
     def compare(self, ids: Sequence[str], metric: str = "loss", limit: int = MAX_POINTS) -> Compared:
         jobs = [self.get(id) for id in dict.fromkeys(ids)]
-        found = {job.id: thinned(self._all(job).get(metric, MetricSeries()), limit) for job in jobs}
-        steps = sorted({step for series in found.values() for step in series.steps})
+        curves = {job.id: thinned(self._metrics(job).get(metric, MetricSeries()), limit) for job in jobs}
+        steps = sorted({step for series in curves.values() for step in series.steps})
         values: dict[str, list[float | None]] = {}
-        for id, series in found.items():
+        for id, series in curves.items():
             at = dict(zip(series.steps, series.values))
             values[id] = [at.get(step) for step in steps]
-        return Compared(metric, steps, values, differences({job.id: self._values(job) for job in jobs}))
+        return Compared(metric, steps, values, differences({job.id: self._recipe_values(job) for job in jobs}))
 
-    def _all(self, job: WebJob) -> dict[str, MetricSeries]:
+    def _metrics(self, job: WebJob) -> dict[str, MetricSeries]:
         if not job.output_dir:
             return {}
         path = Path(job.output_dir) / METRICS
         with self._lock:
-            reader = self._readers.setdefault(str(path), Reader(path))
+            reader = self._readers.setdefault(str(path), MetricsReader(path))
             return {name: MetricSeries([*s.steps], [*s.values]) for name, s in reader.read().items()}
 
-    def _values(self, job: WebJob) -> dict[str, Any]:
+    def _recipe_values(self, job: WebJob) -> dict[str, Any]:
         if not job.folder:
             return self.folders.recipe(job.output_dir)
         try:
             changed = job.recipe.stat().st_mtime_ns
-            known = self._given.get(job.id)
-            if known is None or known[0] != changed:
-                known = self._given[job.id] = changed, forms.from_yaml(job.recipe.read_text(encoding="utf-8"))
-            return known[1]
+            cached = self._recipes.get(job.id)
+            if cached is None or cached[0] != changed:
+                cached = self._recipes[job.id] = changed, forms.from_yaml(job.recipe.read_text(encoding="utf-8"))
+            return cached[1]
         except (OSError, ErnieKitError):
             return {}
 
     def _row(self, job: WebJob, names: dict[str, str]) -> RunRow:
-        found, given = self._all(job), self._values(job)
-        story = self.folders.story(Path(job.output_dir)) if job.output_dir else {}
-        loss = found.get("loss", MetricSeries())
+        metrics, recipe = self._metrics(job), self._recipe_values(job)
+        run_record = self.folders.run_record(Path(job.output_dir)) if job.output_dir else {}
+        loss = metrics.get("loss", MetricSeries())
         step = loss.steps[-1] if loss.steps else 0
-        total = story.get("total_steps", 0)
+        total = run_record.get("total_steps", 0)
         total = total if isinstance(total, int) else 0
 
         def last(name: str) -> float | None:
-            return found.get(name, MetricSeries()).last
+            return metrics.get(name, MetricSeries()).last
 
         return RunRow(
             id=job.id,
-            word=job.word,
-            who=job.who,
+            command=job.command,
+            owner=job.owner,
             state=job.state,
             created=job.created,
-            stage=str(given.get("stage", "")) or (str(forms.default_of("stage")) if job.word == "train" else ""),
-            model=Path(str(given.get("model_name_or_path") or "")).name,
+            stage=str(recipe.get("stage", "")) or (str(forms.default_of("stage")) if job.command == "train" else ""),
+            model=Path(str(recipe.get("model_name_or_path") or "")).name,
             step=step,
             total_steps=total,
             loss=loss.last,
@@ -238,19 +238,19 @@ class Runs:
             seconds=max(0.0, (job.ended or time.time()) - job.began),
             output_dir=job.output_dir,
             name=names.get(_name_key(job), ""),
-            left=time_left(found, step, total) if job.is_running and job.word == "train" else None,
+            seconds_left=time_left(metrics, step, total) if job.is_running and job.command == "train" else None,
             is_job=bool(job.folder),
-            kind=kind_of(job.output_dir) if job.word == "train" and job.output_dir else FolderKind(),
+            kind=kind_of(job.output_dir) if job.command == "train" and job.output_dir else FolderKind(),
         )
 
 
 def _name_key(job: WebJob) -> str:
-    return job.output_dir if job.word == "train" and job.output_dir else job.id
+    return job.output_dir if job.command == "train" and job.output_dir else job.id
 
 
-def time_left(found: Mapping[str, MetricSeries], step: int, total: int) -> float | None:
+def time_left(metrics: Mapping[str, MetricSeries], step: int, total: int) -> float | None:
     """Seconds for the steps that remain, at the mean rate of the last ones; None before the first is logged."""
-    rates = [rate for rate in found.get("interval_steps_per_second", MetricSeries()).values[-RECENT:] if rate > 0]
+    rates = [rate for rate in metrics.get("interval_steps_per_second", MetricSeries()).values[-RECENT:] if rate > 0]
     if not rates or total <= step:
         return None
     return (total - step) * sum(1 / rate for rate in rates) / len(rates)
@@ -284,7 +284,7 @@ def differences(recipes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

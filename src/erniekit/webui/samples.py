@@ -35,16 +35,16 @@ def last_samples(folder: Path) -> list[dict[str, Any]]:
 
 def thought_and_answer(text: str) -> tuple[str, str]:
     """The part between <think> marks at the beginning, and the rest."""
-    found = _THOUGHT.match(text)
-    return (found[1].strip(), text[found.end() :].strip()) if found else ("", text)
+    match = _THOUGHT.match(text)
+    return (match[1].strip(), text[match.end() :].strip()) if match else ("", text)
 
 
-def samples_html(rows: list[dict[str, Any]], words: dict[str, str]) -> str:
-    """`words`: title, prompt, answer, expected, thinking and step in the reader's language."""
+def samples_html(rows: list[dict[str, Any]], labels: dict[str, str]) -> str:
+    """`labels`: title (with a {step}), prompt, answer, expected and thinking in the reader's language."""
     if not rows:
         return ""
-    title = f"{words['title']} · {words['step']} {rows[-1]['global_step']}"
-    cards = "".join(_card(row, words) for row in rows)
+    title = labels["title"].format(step=rows[-1]["global_step"])
+    cards = "".join(_card(row, labels) for row in rows)
     return f'<div class="ek-title">{escape(title)}</div>{cards}'
 
 
@@ -53,15 +53,15 @@ def folded(text: str, title: str) -> str:
     return f'<details class="ek-thought"><summary>{escape(title)}</summary>{_text(text)}</details>' if text else ""
 
 
-def _card(row: dict[str, Any], words: dict[str, str]) -> str:
+def _card(row: dict[str, Any], labels: dict[str, str]) -> str:
     thought, answer = thought_and_answer(str(row.get("answer", "")))
     parts = [
-        _part(words["prompt"], _text(str(row.get("prompt", "")))),
-        _part(words["answer"], folded(thought, words["thinking"]) + _text(answer)),
+        _part(labels["prompt"], _text(str(row.get("prompt", "")))),
+        _part(labels["answer"], folded(thought, labels["thinking"]) + _text(answer)),
     ]
     if row.get("reference"):
         thought, answer = thought_and_answer(str(row["reference"]))
-        parts.append(_part(words["expected"], folded(thought, words["thinking"]) + _text(answer)))
+        parts.append(_part(labels["expected"], folded(thought, labels["thinking"]) + _text(answer)))
     return f'<div class="ek-sample">{"".join(parts)}</div>'
 
 

@@ -1,6 +1,6 @@
 """Texts of the page in English and Chinese: translate(key, lang) for its own, help_of and label_of for declared keys.
 
-Called by the pages. Every key that a form offers, and every word of the page, has both languages.
+Called by the pages. Every key that a form offers, and every text of the page, has both languages.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ def translate(key: str, lang: str = "en", **values: object) -> str:
     return text.format(**values) if values else text
 
 
-def help_of(key: str, lang: str = "en") -> str:
-    """What a declared key does."""
+def help_of(key: str, lang: str = "en", page: str = "") -> str:
+    """What a declared key does; on some pages something narrower than in a recipe of training."""
+    if f"{page}.{key}.info" in TRANSLATIONS:
+        return translate(f"{page}.{key}.info", lang)
     english = KEYS[key].help if key in KEYS else ""
     return HELP_ZH.get(key) or ADVANCED_ZH.get(key, english) if lang == "zh" else english
 
 
-def label_of(key: str, lang: str = "en") -> str:
-    """What a field is called; the key itself where nothing better is known: it is what the recipe will say."""
-    english, chinese = LABELS.get(key, (key, key))
+def label_of(key: str, lang: str = "en", page: str = "") -> str:
+    """What a field is called; the key itself where it has no label: the recipe shows the key."""
+    english, chinese = TRANSLATIONS.get(f"{page}.{key}") or LABELS.get(key, (key, key))
     return chinese if lang == "zh" else english

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from erniekit.errors import DataError
 from erniekit.webui.limits import MAX_FILE
+from erniekit.webui.private_files import create, private_folder
 
 HOME = "erniekit-webui"  # the page's own folder, in the first root
 DATA, RECIPES = "data", "recipes"  # folders in it
@@ -22,7 +23,7 @@ SUFFIXES = {
 MAX_KEPT = 4 * 2**30  # bytes of all uploads of a kind
 MAX_FILES = 1000
 MAX_NAME = 200  # bytes of a name: a number may follow
-_STRANGE = re.compile(r"[^\w.-]+")
+_UNSAFE = re.compile(r"[^\w.-]+")
 
 
 def received(file: str) -> Path:
@@ -36,18 +37,17 @@ def received(file: str) -> Path:
 def keep(file: str, kind: str, root: Path) -> Path:
     """Copy an upload into `root`/`kind`, under its own name or, where that is taken, with a number after it."""
     source = received(file)
-    name = _short(_STRANGE.sub("-", source.name))
+    name = _short(_UNSAFE.sub("-", source.name))
     suffix = next((s for s in sorted(SUFFIXES[kind], key=len, reverse=True) if name.lower().endswith(s)), "")
     if not suffix or len(name) <= len(suffix):
         raise DataError(f"{source.name[:80]} is not a file of this kind", where="upload", fix=" ".join(SUFFIXES[kind]))
-    folder = root / kind
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = private_folder(root / kind)
     _check_room(folder, source)
     stem = name[: -len(suffix)]
     for number in range(1, MAX_FILES + 1):
         path = folder / (name if number == 1 else f"{stem}-{number}{suffix}")
         try:
-            with source.open("rb") as content, path.open("xb") as out:  # never over what is there
+            with source.open("rb") as content, create(path) as out:  # never over what is there
                 try:
                     shutil.copyfileobj(content, out)
                     out.flush()
@@ -63,7 +63,7 @@ def keep(file: str, kind: str, root: Path) -> Path:
 
 
 def _short(name: str) -> str:
-    """The end of a name, with its suffix, in at most MAX_NAME bytes; never hidden, nor taken for an option."""
+    """The end of a name, with its suffix, in at most MAX_NAME bytes; neither hidden nor like an option."""
     cut = os.fsencode(name)[-MAX_NAME:].decode("utf-8", errors="ignore")
     return cut.strip(".-")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -25,3 +26,14 @@ def test_a_series_name_cannot_end_the_script_that_holds_the_numbers():
     assert html.count("</script>") == 1
     numbers = html.split('<script type="application/json">')[1].split("</script>")[0]
     assert json.loads(numbers)["series"][0]["name"] == name
+
+
+def test_the_numbers_of_an_axis_are_written_alike():
+    """Of values around 0.001 some would be written as powers of ten, and some not."""
+    curve = Curve()
+    for step in (1, 2):
+        curve.add(step, 1e-3)
+    drawn = line_chart("rate", [Series("rate", curve)])
+    shown = re.findall(r'text-anchor="end">([^<]+)</text>', drawn)[:-1]  # the last is "step"
+    assert "1e-3" in shown
+    assert all("e-" in text for text in shown), shown

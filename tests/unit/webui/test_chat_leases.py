@@ -29,21 +29,21 @@ def test_a_model_whose_last_tab_is_closed_is_unloaded_and_its_process_gone(jobs:
     leases = ChatLeases(jobs, reload_s=0.2)
     leases.hold(server.id, "tab 1")
     leases.hold(server.id, "tab 2")
-    leases.leave("tab 1")
+    leases.close_tab("tab 1")
     time.sleep(0.3)
     assert leases.check() == [], "another tab shows it"
-    leases.leave("tab 2")
+    leases.close_tab("tab 2")
     assert leases.check() == [], "a page that is reloaded has some seconds to come back"
     time.sleep(0.3)
     assert leases.check() == [server.id]
-    assert leases.why(server.id) == "closed"
+    assert leases.release_reason(server.id) == "closed"
     assert gone(jobs, server.id)
 
 
 def test_a_tab_that_is_reloaded_keeps_its_model(jobs: Jobs, server: WebJob) -> None:
     leases = ChatLeases(jobs, reload_s=0.2)
     leases.hold(server.id, "before")
-    leases.leave("before")
+    leases.close_tab("before")
     leases.hold(server.id, "after")
     time.sleep(0.3)
     assert leases.check() == []
@@ -60,7 +60,7 @@ def test_a_model_that_is_not_asked_is_unloaded_and_one_that_is_asked_stays(jobs:
     leases.use(asked.id)
     time.sleep(0.25)
     assert leases.check() == [silent.id]
-    assert leases.why(silent.id) == "idle"
+    assert leases.release_reason(silent.id) == "idle"
     assert gone(jobs, silent.id)
     assert jobs.get(asked.id).is_running
 

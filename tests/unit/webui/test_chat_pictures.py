@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from erniekit.errors import DataError
-from erniekit.webui.chat_pictures import MOST, message, part, sent, window
+from erniekit.webui.chat_pictures import MAX_FILES, as_displayed, as_request, message, part
 from support.seen import MEDIA
 
 
@@ -24,7 +24,7 @@ def uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_an_upload_goes_with_its_question_and_stays_in_the_history(uploads: Path) -> None:
     file = shutil.copy(MEDIA / "a.png", uploads)
     history = [message("what?", [file]), {"role": "assistant", "content": "a bar"}, message("sure?", [])]
-    asked = [sent(turn) for turn in history]
+    asked = [as_request(turn) for turn in history]
     shown, text = asked[0]["content"]
     assert base64.b64decode(shown["image_url"]["url"].partition(",")[2]) == (MEDIA / "a.png").read_bytes()
     assert text == {"type": "text", "text": "what?"}
@@ -35,7 +35,7 @@ def test_an_upload_goes_with_its_question_and_stays_in_the_history(uploads: Path
 def test_the_window_shows_pictures_before_their_text(uploads: Path) -> None:
     gr = pytest.importorskip("gradio", reason='the page needs gradio: pip install "erniekit-torch[webui]"')
     file = shutil.copy(MEDIA / "a.png", uploads)
-    turns = window([message("what?", [file]), message("", [file]), message("gone?", [str(uploads / "gone.png")])])
+    turns = as_displayed([message("what?", [file]), message("", [file]), message("gone?", [str(uploads / "gone.png")])])
     assert [turn["content"] for turn in turns] == [{"path": file}, "what?", {"path": file}, "gone?"]
     with gr.Blocks():
         assert len(gr.Chatbot().postprocess(turns).root) == 4
@@ -50,4 +50,4 @@ def test_nothing_but_uploads_is_read(uploads: Path, tmp_path: Path) -> None:
         with pytest.raises(DataError, match=said):
             part(str(file))
     with pytest.raises(DataError, match="too many"):
-        message("?", ["a.png"] * (MOST + 1))
+        message("?", ["a.png"] * (MAX_FILES + 1))

@@ -10,7 +10,7 @@ import pytest
 
 from erniekit.errors import ConfigError
 from erniekit.webui import contents
-from erniekit.webui.contents import bases_named, file_lines, links_in, token_files
+from erniekit.webui.contents import adapter_bases, file_lines, links_in, token_files
 
 
 def test_links_are_found_at_any_depth_and_a_loop_ends(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_what_lies_behind_a_link_to_a_folder_inside_is_looked_at_and_never_one_o
 def test_a_folder_with_more_than_is_looked_at_says_so_and_its_upper_levels_are_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contents, "MOST_ENTRIES", 6)
+    monkeypatch.setattr(contents, "MAX_ENTRIES", 6)
     for name in "abcd":
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
@@ -72,12 +72,12 @@ def test_the_files_of_a_prefix_are_named_by_it_or_by_one_of_them(tmp_path: Path)
 @pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, '{"base_model_name_or_path": 1}', "{}", "\x00"])
 def test_an_adapter_that_names_no_base_names_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "adapter_config.json").write_text(text)
-    assert bases_named(tmp_path) == []
+    assert adapter_bases(tmp_path) == []
 
 
 def test_the_bases_of_adapters_and_of_their_checkpoints_are_found(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-1").mkdir()
     for folder, name, base in ((".", "adapter_config.json", "a"), ("checkpoint-1", "lora_config.json", "b")):
         (tmp_path / folder / name).write_text(json.dumps({"base_model_name_or_path": base}))
-    assert [base for _, base in bases_named(tmp_path)] == ["a", "b"]
-    assert bases_named(tmp_path / "none") == []
+    assert [base for _, base in adapter_bases(tmp_path)] == ["a", "b"]
+    assert adapter_bases(tmp_path / "none") == []

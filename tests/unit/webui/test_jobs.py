@@ -32,7 +32,7 @@ def test_a_job_is_a_folder_and_five_words(jobs: Jobs, stand: Stand, room: Path) 
     assert told["model_name_or_path"] == str(room / "model")
     assert told["train_dataset_path"] == [str(room / "data.jsonl")]
     assert told["output_dir"] == str(folder / "output"), "two users who name no folder do not share one"
-    assert (job.state, job.who) == ("running", "anna")
+    assert (job.state, job.owner) == ("running", "anna")
 
 
 def test_the_process_leads_a_session_of_its_own(jobs: Jobs, monkeypatch: pytest.MonkeyPatch, room: Path) -> None:
@@ -168,6 +168,16 @@ def test_resume_runs_the_same_recipe_in_the_same_folder_without_starting_anew(jo
     until(jobs, job.id, lambda job: not job.is_running)
     assert jobs.log_tail(job.id).text.split() == ["first", "second"]
     assert stand.asked[0] == stand.asked[1]
+
+
+def test_a_job_that_an_earlier_version_stored_is_read(jobs: Jobs, stand: Stand) -> None:
+    stand.program = "pass"
+    job = until(jobs, jobs.start("train", RECIPE, "anna").id, lambda job: not job.is_running)
+    file = Path(job.folder) / "job.json"
+    stored = json.loads(file.read_text())
+    earlier = {"command": "word", "owner": "who", "stop_requested": "asked_to_stop"}
+    file.write_text(json.dumps({earlier.get(name, name): value for name, value in stored.items()}))
+    assert jobs.get(job.id) == job
 
 
 def test_what_runs_is_not_resumed_and_not_deleted(jobs: Jobs) -> None:
@@ -337,7 +347,7 @@ def test_only_so_many_jobs_run_at_once(jobs: Jobs, monkeypatch: pytest.MonkeyPat
 def test_a_chat_server_of_the_page_has_a_key_that_other_accounts_cannot_read(room: Path, tmp_path: Path) -> None:
     asked = []
 
-    def launch(argv: list[str], log: Path, folder: Path) -> jobs_module.Child:
+    def launch(argv: list[str], log: Path, folder: Path) -> jobs_module.ChildProcess:
         asked.append(argv)
         program = f"import os; print('key', os.environ['{jobs_module.KEY_VARIABLE}'])"
         return jobs_module.start_process([sys.executable, "-S", "-c", program], log, folder, Roots([folder]))

@@ -60,7 +60,7 @@ def test_the_app_gets_the_body_once_more_and_then_what_the_client_does() -> None
     inside = RequestLimits(app)
     asyncio.run(inside(scope, receiver(b'{"a"', b": 1}"), None))  # type: ignore[arg-type]
     assert heard == [{"type": "http.request", "body": b'{"a": 1}', "more_body": False}, {"type": "http.disconnect"}]
-    assert (inside.requests, inside.bodies, inside.sent) == (0, 0, 0)
+    assert (inside.open_requests, inside.open_bodies, inside.open_uploads) == (0, 0, 0)
 
 
 def test_places_are_given_back_when_the_app_fails() -> None:

@@ -14,7 +14,7 @@ from erniekit.errors import ConfigError
 from erniekit.webui.chat_leases import ChatLeases
 from erniekit.webui.forms import FormProblem, form
 from erniekit.webui.jobs import Jobs
-from erniekit.webui.pages.chat import _growing, _plain, _turn
+from erniekit.webui.pages.chat import _assistant_messages, _request_messages, _throttled
 from erniekit.webui.pages.fields import FormFields, recipe, uploaded
 from erniekit.webui.pages.page_context import Labels, PageContext, notice, problems_html
 from erniekit.webui.pages.runs import RunsPage, distinct
@@ -127,9 +127,9 @@ def test_what_is_wrong_is_escaped_before_it_is_shown() -> None:
 
 
 def test_thoughts_are_shown_apart_and_kept_out_of_the_next_question() -> None:
-    *_, (thought, answer) = _growing(iter([("thought", "hm"), ("thought", "m"), ("answer", "yes"), ("answer", "!")]))
-    turns = _turn(thought, answer, "Thinking")
+    *_, (thought, answer) = _throttled(iter([("thought", "hm"), ("thought", "m"), ("answer", "yes"), ("answer", "!")]))
+    turns = _assistant_messages(thought, answer, "Thinking")
     assert turns[0]["metadata"] == {"title": "Thinking", "status": "done"}
     assert turns[0]["content"] == "hmm"
-    asked = _plain([{"role": "user", "content": [{"type": "text", "text": "so?"}]}, *turns])
+    asked = _request_messages([{"role": "user", "content": [{"type": "text", "text": "so?"}]}, *turns])
     assert asked == [{"role": "user", "content": "so?"}, {"role": "assistant", "content": "yes!"}]

@@ -59,7 +59,7 @@ def test_further_roots_are_open_too(roots: Roots, tmp_path: Path) -> None:
 
 def test_every_shape_of_a_key_that_holds_paths_is_resolved(roots: Roots) -> None:
     here = roots.folders[0]
-    settled = roots.settle(
+    resolved = roots.resolve_values(
         {
             "output_dir": "run",
             "train_dataset_path": "a.jsonl, b.jsonl",
@@ -71,14 +71,14 @@ def test_every_shape_of_a_key_that_holds_paths_is_resolved(roots: Roots) -> None
             "learning_rate": 1e-4,
         }
     )
-    assert settled["output_dir"] == str(here / "run")
-    assert settled["train_dataset_path"] == [str(here / "a.jsonl"), str(here / "b.jsonl")]
-    assert settled["eval_dataset_path"] == [str(here / "c.jsonl")]
-    assert settled["lora_modules"] == [f"mine={here / 'run' / 'lora'}"]
-    assert settled["input_dir"] == f"0.3 {here / 'a'} 0.7 {here / 'b'}"
-    assert settled["resume_from_checkpoint"] == "True"
-    assert settled["model_name_or_path"] == "baidu/ERNIE-4.5-0.3B-PT", "a hub id is not a path here"
-    assert settled["learning_rate"] == 1e-4
+    assert resolved["output_dir"] == str(here / "run")
+    assert resolved["train_dataset_path"] == [str(here / "a.jsonl"), str(here / "b.jsonl")]
+    assert resolved["eval_dataset_path"] == [str(here / "c.jsonl")]
+    assert resolved["lora_modules"] == [f"mine={here / 'run' / 'lora'}"]
+    assert resolved["input_dir"] == f"0.3 {here / 'a'} 0.7 {here / 'b'}"
+    assert resolved["resume_from_checkpoint"] == "True"
+    assert resolved["model_name_or_path"] == "baidu/ERNIE-4.5-0.3B-PT", "a hub id is not a path here"
+    assert resolved["learning_rate"] == 1e-4
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_every_shape_of_a_key_that_holds_paths_is_resolved(roots: Roots) -> None
 )
 def test_one_path_that_leads_out_is_enough(roots: Roots, key: str, value: object) -> None:
     with pytest.raises(PathError):
-        roots.settle_one(key, value)
+        roots.resolve_value(key, value)
 
 
 def test_a_root_that_is_no_folder_is_said_at_once(tmp_path: Path) -> None:
@@ -108,18 +108,19 @@ def test_the_key_of_a_jobs_server_is_no_file_to_work_on(tmp_path: Path) -> None:
     secret.write_text("key")
     for values in ({"data_filelist": str(secret)}, {"data_weights": str(secret)}, {"train_dataset_path": str(secret)}):
         with pytest.raises(PathError, match="secret"):
-            Roots([tmp_path]).settle(values)
+            Roots([tmp_path]).resolve_values(values)
 
 
 @pytest.mark.parametrize("text", ["*.jsonl", "https://host/a*.jsonl"])
 def test_a_pattern_is_refused_as_it_may_match_links_that_lead_out(roots: Roots, text: str) -> None:
     with pytest.raises(ConfigError):
-        roots.settle_one("train_dataset_path", text)
+        roots.resolve_value("train_dataset_path", text)
 
 
-def test_a_url_is_a_path_inside_the_roots_and_never_fetched(roots: Roots) -> None:
-    (settled,) = roots.settle_one("train_dataset_path", "http://127.0.0.1:9/a.jsonl")
-    assert settled.startswith("/")
+@pytest.mark.parametrize("address", ["http://127.0.0.1:9/a.jsonl", "s3://bucket/a.jsonl", "file:///etc/passwd"])
+def test_an_address_is_refused_and_never_fetched(roots: Roots, address: str) -> None:
+    with pytest.raises(PathError, match="train_dataset_path is an address"):
+        roots.resolve_value("train_dataset_path", address)
 
 
 @pytest.mark.parametrize("place", ["a", "a/b/c/d/e/f"])
@@ -131,18 +132,18 @@ def test_a_link_out_is_found_however_deep_in_a_data_folder_and_behind_links_that
     deep.mkdir(parents=True)
     roots = Roots([tmp_path / "in"])
     (deep / "rows.jsonl").write_text("{}\n")
-    assert roots.settle_one("train_dataset_path", ["data"])
+    assert roots.resolve_value("train_dataset_path", ["data"])
     (tmp_path / "in" / "other").mkdir()
     (deep / "near").symlink_to(tmp_path / "in" / "other")
-    assert roots.settle_one("train_dataset_path", ["data"])
+    assert roots.resolve_value("train_dataset_path", ["data"])
     (tmp_path / "in" / "other" / "more.jsonl").symlink_to("/etc/passwd")
     with pytest.raises(PathError, match=r"leads outside .*: more.jsonl"):
-        roots.settle_one("train_dataset_path", ["data"])
+        roots.resolve_value("train_dataset_path", ["data"])
     (tmp_path / "in" / "other" / "more.jsonl").unlink()
     (deep / "chain").symlink_to(deep / "chain-2")
     (deep / "chain-2").symlink_to("../" * 30 + "etc")
     with pytest.raises(PathError, match="leads outside"):
-        roots.settle_one("train_dataset_path", ["data"])
+        roots.resolve_value("train_dataset_path", ["data"])
 
 
 def test_a_teacher_that_is_an_adapter_has_its_base_inside_as_well(tmp_path: Path) -> None:
@@ -152,7 +153,7 @@ def test_a_teacher_that_is_an_adapter_has_its_base_inside_as_well(tmp_path: Path
     (tmp_path / "in" / "model").mkdir()
     roots = Roots([tmp_path / "in"])
     given = {"model_name_or_path": "model", "teacher_model_name_or_path": "good"}
-    assert roots.settle(given)["teacher_model_name_or_path"] == str(roots.folders[0] / "good")
+    assert roots.resolve_values(given)["teacher_model_name_or_path"] == str(roots.folders[0] / "good")
     with pytest.raises(PathError, match="of a model outside") as error:
-        roots.settle({**given, "teacher_model_name_or_path": "bad"})
+        roots.resolve_values({**given, "teacher_model_name_or_path": "bad"})
     assert error.value.where == "teacher_model_name_or_path"

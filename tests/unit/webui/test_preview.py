@@ -9,15 +9,17 @@ from pathlib import Path
 import pytest
 
 from erniekit.webui import preview as previews
+from erniekit.webui.forms import FormProblem
+from erniekit.webui.pages.data_preview import preview_html
 from erniekit.webui.paths import Roots
-from erniekit.webui.preview import Preview, PreviewPiece, PreviewRow, Report, doctor, preview, run
+from erniekit.webui.preview import Preview, PreviewMedium, PreviewPiece, PreviewRow, doctor, preview, run
 
 
 @pytest.fixture(scope="module")
 def roots(paddle: Path, tmp_path_factory: pytest.TempPathFactory) -> Roots:
     folder = tmp_path_factory.mktemp("data")
     (folder / "tokenizer").symlink_to(paddle / "tokenizer")
-    rows = [{"src": [f"<b>q{n}</b>"], "tgt": [f"a{n} & more"]} for n in range(4)]
+    rows = [{"src": [f"<b>q{n}</b>"], "tgt": [f"a{n} & more"], "note": n} for n in range(4)]
     (folder / "sft.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows) + "broken\n")
     return Roots([folder, paddle])
 
@@ -32,9 +34,12 @@ def test_rows_come_as_pieces_with_the_trained_ones_marked(roots: Roots) -> None:
     assert "q1" in "".join(p.text for p in first.pieces if not p.trained)
     assert 0 < first.trained < first.tokens
     assert "not JSON" in found.rows[3].problem
-    assert "<b>" not in found.html
-    assert "&lt;" in found.html
-    assert "<mark>" in found.html
+    for lang, unused in (("en", "fields not used: note"), ("zh", "未使用的字段：note")):
+        html = preview_html(found, 1, lang)
+        assert "<b>" not in html
+        assert "&lt;" in html
+        assert "<mark>" in html
+        assert unused in html
 
 
 def test_what_is_wrong_is_said_and_nothing_is_read_outside_the_roots(roots: Roots) -> None:
@@ -49,8 +54,13 @@ def test_what_is_wrong_is_said_and_nothing_is_read_outside_the_roots(roots: Root
 def test_text_of_rows_never_becomes_markup() -> None:
     bad = "<script>alert(1)</script>"
     row = PreviewRow(bad, 1, (PreviewPiece(bad, True), PreviewPiece(bad, False), PreviewPiece(bad, True, True)))
-    for html in (row.html, Preview((row,)).html, Preview(error=bad).html, PreviewRow("f", 1, problem=bad).html,
-                 Report(False, bad).html):  # fmt: skip
+    medium = PreviewMedium("picture", bad, 3, (2, 2), thumbnail=bad)
+    shown = (
+        Preview((row,)), Preview(error=bad), Preview((PreviewRow("f", 1, problem=bad),)),
+        Preview((PreviewRow("f", 1, unused=(bad,), media=(medium,)),)),
+        Preview(problems=(FormProblem("", bad, bad),)),
+    )  # fmt: skip
+    for html in (preview_html(found, 0, lang) for found in shown for lang in ("en", "zh")):
         assert "<script" not in html
         assert "&lt;script" in html
     assert '<mark class="rejected">' in row.html

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from erniekit.config.flat import KEYS
 from erniekit.webui.forms import check
 from erniekit.webui.paths import Roots
 from erniekit.webui.problems import problem_text
+from erniekit.webui.translations import translate
 
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 SENTENCE = re.compile(r"[A-Za-z][a-z']+ [a-z']{2,} [a-z']{2,}")
@@ -41,3 +43,11 @@ def test_an_error_nobody_has_translated_is_said_in_general_and_kept_word_for_wor
     assert text.what == "学习率：此项有误"
     assert text.original == "the moon is in the way (wait a month)"
     assert problem_text("", "odd", "", "zh").what == "操作未能完成"
+
+
+def test_a_missing_key_is_explained_as_the_field_of_its_page_is() -> None:
+    key, what, fix = "output_dir", "output_dir must be given", KEYS["output_dir"].help
+    assert "LoRA" in problem_text(key, what, fix, "zh", "export").fix
+    assert problem_text(key, what, fix, "zh", "export").what.startswith("训练结果")
+    assert problem_text(key, what, fix, "en", "export").fix == translate("export.output_dir.info", "en")
+    assert problem_text(key, what, fix, "en").fix == fix

@@ -53,7 +53,7 @@ def test_runs_are_found_below_every_folder_and_listed_beside_jobs(
     row = runs.row(run_id(deep))
     assert (row.state, row.step, row.total_steps, row.is_job, row.output_dir) == ("ended", 3, 10, False, str(deep))
     assert runs.recipe(row.id) == {"learning_rate": 1e-3}, "what the recipe gave, without defaults"
-    assert runs.rows(who="anna") == []
+    assert runs.rows(owner="anna") == []
 
 
 def test_a_run_of_another_terminal_runs_while_it_writes_and_is_lost_when_it_falls_silent(
@@ -62,12 +62,12 @@ def test_a_run_of_another_terminal_runs_while_it_writes_and_is_lost_when_it_fall
     run = write_run(room / "run", status="running")
     row = runs.row(run_id(run))
     assert row.state == "running"
-    assert row.left == pytest.approx((10 - 3) / 2.0)
+    assert row.seconds_left == pytest.approx((10 - 3) / 2.0)
     old = time.time() - 3600
     for name in ("run.json", "metrics.jsonl"):
         os.utime(run / name, (old, old))
     row = runs.row(run_id(run))
-    assert (row.state, row.left, row.can_resume) == ("lost", None, True)
+    assert (row.state, row.seconds_left, row.can_resume) == ("lost", None, True)
 
 
 def test_damaged_and_hostile_run_files_are_passed_over(runs: Runs, room: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_found_run_is_resumed_as_a_job_with_its_recipe_in_its_folder(runs: Run
         overwrite_output_dir=True,
     )
     job = runs.resume(run_id(run), "anna")
-    assert (job.word, job.who, job.output_dir) == ("train", "anna", str(run))
+    assert (job.command, job.owner, job.output_dir) == ("train", "anna", str(run))
     assert "overwrite_output_dir" not in job.recipe.read_text()
     assert [row.id for row in runs.rows()] == [job.id], "one run, not two"
 

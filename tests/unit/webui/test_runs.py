@@ -12,7 +12,7 @@ from erniekit.track.jsonl import FILE, JsonlTracker
 from erniekit.track.results import write_results
 from erniekit.track.runfile import RunRecord
 from erniekit.webui.jobs import Jobs, WebJob
-from erniekit.webui.runs import MetricSeries, Reader, Runs, differences, thinned
+from erniekit.webui.runs import MetricSeries, MetricsReader, Runs, differences, thinned
 from unit.webui.conftest import RECIPE, Stand, until
 
 
@@ -46,7 +46,7 @@ def test_what_the_trainer_logs_is_what_the_page_draws(jobs: Jobs, ended: WebJob)
     assert (row.step, row.total_steps, row.loss, row.eval_loss, row.tokens_per_second) == (3, 10, 1.0, 0.5, 100.0)
     assert (row.state, row.stage, row.model, row.progress) == ("ended", "SFT", "model", 0.3)
     assert [r.id for r in runs.rows()] == [ended.id]
-    assert runs.rows(words=("export",)) == []
+    assert runs.rows(commands=("export",)) == []
 
 
 def test_a_resumed_run_that_cuts_its_file_is_read_anew(jobs: Jobs, ended: WebJob) -> None:
@@ -64,9 +64,9 @@ def test_a_resumed_run_that_cuts_its_file_is_read_anew(jobs: Jobs, ended: WebJob
 
 def test_only_new_lines_are_parsed_and_a_torn_one_waits_for_its_end(tmp_path: Path, monkeypatch) -> None:
     file, parsed = tmp_path / FILE, []
-    reader = Reader(file)
-    add = Reader._add
-    monkeypatch.setattr(Reader, "_add", lambda self, line: (parsed.append(line), add(self, line)))
+    reader = MetricsReader(file)
+    add = MetricsReader._add
+    monkeypatch.setattr(MetricsReader, "_add", lambda self, line: (parsed.append(line), add(self, line)))
     file.write_bytes(b'{"global_step": 1, "loss": 2.0}\n{"global_step": 2, "lo')
     assert reader.read()["loss"].steps == [1]
     with file.open("ab") as out:
@@ -81,13 +81,13 @@ def test_odd_lines_and_values_are_passed_over(tmp_path: Path) -> None:
     lines = ["[1]", "nonsense", '{"loss": 1}', '{"global_step": "x", "loss": 1}', '{"global_step": 1, "loss": null}',
              '{"global_step": 2, "loss": 1e999, "ok": true, "name": "x"}', '{"global_step": 3, "loss": 4}']  # fmt: skip
     file.write_bytes("\n".join(lines).encode() + b"\n\xff\xfe\n")
-    assert Reader(file).read() == {"loss": MetricSeries([3], [4.0])}
+    assert MetricsReader(file).read() == {"loss": MetricSeries([3], [4.0])}
 
 
 def test_a_file_that_goes_away_gives_no_curves(tmp_path: Path) -> None:
     file = tmp_path / FILE
     file.write_text('{"global_step": 1, "loss": 2}\n')
-    reader = Reader(file)
+    reader = MetricsReader(file)
     assert reader.read()
     file.unlink()
     assert reader.read() == {}

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from erniekit.webui.chat_pictures import safe_markdown, window
+from erniekit.webui.chat_pictures import as_displayed, safe_markdown
 from erniekit.webui.samples import FILE, MAX_BYTES, MAX_SHOWN, last_samples, samples_html, thought_and_answer
 
-WORDS = {name: name for name in ("title", "step", "prompt", "answer", "expected", "thinking")}
+LABELS = {name: name for name in ("title", "prompt", "answer", "expected", "thinking")}
 
 
 def row(step: int, answer: str = "yes", **more: object) -> dict[str, object]:
@@ -31,7 +31,7 @@ def test_the_last_evaluations_samples_are_shown_and_damage_is_passed_over(tmp_pa
 
 
 def test_a_thought_is_folded_and_everything_is_escaped() -> None:
-    html = samples_html([row(5, "<think>hm <b></think><script>alert(1)</script>")], WORDS)
+    html = samples_html([row(5, "<think>hm <b></think><script>alert(1)</script>")], LABELS)
     assert '<details class="ek-thought"><summary>thinking</summary>' in html
     assert "hm &lt;b&gt;" in html
     assert "<script>" not in html
@@ -63,4 +63,4 @@ def test_a_thought_stands_before_its_answer(text: str, parts: tuple[str, str]) -
 )
 def test_tags_in_an_answer_are_text_and_code_stays_code(text: str, shown: str) -> None:
     assert safe_markdown(text) == shown
-    assert window([{"role": "assistant", "content": text}]) == [{"role": "assistant", "content": shown}]
+    assert as_displayed([{"role": "assistant", "content": text}]) == [{"role": "assistant", "content": shown}]

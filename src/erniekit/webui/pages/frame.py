@@ -12,14 +12,14 @@ from erniekit.errors import ErnieKitError
 from erniekit.webui.pages.page_context import PageContext, notice
 from erniekit.webui.translations import LANGUAGES
 
-KEPT = "erniekit"  # the browser's own drawer; what lies in it is no secret
+STORAGE = "erniekit"  # prefix in the browser's local storage; no secrets are in it
 
 
 class Frame:
     def __init__(self, context: PageContext, version: str) -> None:
         self.context = context
-        context.who = gr.BrowserState("", storage_key=f"{KEPT}-who", secret=KEPT)
-        self.kept = gr.BrowserState("", storage_key=f"{KEPT}-lang", secret=KEPT)
+        context.owner = gr.BrowserState("", storage_key=f"{STORAGE}-who", secret=STORAGE)
+        self.stored_lang = gr.BrowserState("", storage_key=f"{STORAGE}-lang", secret=STORAGE)
         with gr.Row(elem_id="ek-head"):
             root = context.roots.folders[0]
             name = f'<span title="{escape(str(root))}">{escape(root.name)}</span>'
@@ -39,33 +39,35 @@ class Frame:
         context.lang.change(
             labels.updates, context.lang, labels.components, show_progress="hidden", concurrency_limit=None
         )
-        context.lang.input(lambda chosen: chosen, context.lang, self.kept, show_progress="hidden")
+        context.lang.input(lambda chosen: chosen, context.lang, self.stored_lang, show_progress="hidden")
 
-        def opened(who: str, kept: str, request: gr.Request) -> tuple[str, str]:
-            asked = (
-                str(request.query_params.get("lang", "")) or kept or (_browsers(request) if lang == "auto" else lang)
+        def opened(owner: str, stored_lang: str, request: gr.Request) -> tuple[str, str]:
+            requested = (
+                str(request.query_params.get("lang", ""))
+                or stored_lang
+                or (_browser_lang(request) if lang == "auto" else lang)
             )
-            return who or secrets.token_hex(4), asked if asked in LANGUAGES else context.labels.lang
+            return owner or secrets.token_hex(4), requested if requested in LANGUAGES else context.labels.lang
 
-        page.load(opened, [context.who, self.kept], [context.who, context.lang], show_progress="hidden")
+        page.load(opened, [context.owner, self.stored_lang], [context.owner, context.lang], show_progress="hidden")
 
-    def tabs(self, tabs: Any, named: dict[str, Any], parts: dict[str, Any]) -> None:
-        """The list of runs is asked for while it is looked at; what is done with a run may happen in another tab."""
-        context, runs = self.context, parts["runs"]
-        told: dict[str, Any] = dict(show_progress="hidden", concurrency_limit=None)
-        named["runs"].select(
-            lambda *seen: [*runs.rows(*seen), gr.Timer(active=True)],
-            [context.lang, runs.chosen, runs.watch.job, runs.drawn],
+    def tabs(self, tabs: Any, tab_items: dict[str, Any], pages: dict[str, Any]) -> None:
+        """The list of runs is polled while its tab is shown; actions on a run may open another tab."""
+        context, runs = self.context, pages["runs"]
+        event_options: dict[str, Any] = dict(show_progress="hidden", concurrency_limit=None)
+        tab_items["runs"].select(
+            lambda *inputs: [*runs.rows(*inputs), gr.Timer(active=True)],
+            [context.lang, runs.chosen, runs.monitor.job, runs.last_table],
             [*runs.shown, runs.timer],
             show_progress="hidden",
         )
-        for name, tab in named.items():
+        for name, tab in tab_items.items():
             if name != "runs":
                 tab.select(lambda: gr.Timer(active=False), None, runs.timer, show_progress="hidden")
 
-        train, chat, export = parts["train"], parts["chat"], parts["export"]
+        train, chat, export = pages["train"], pages["chat"], pages["export"]
 
-        def again(lang: str, id: str) -> list[Any]:
+        def reuse(lang: str, id: str) -> list[Any]:
             try:
                 values = context.runs.recipe(id)
                 values.pop("output_dir", None)
@@ -73,22 +75,22 @@ class Frame:
             except ErnieKitError as error:
                 raise notice(error, lang) from None
 
-        def talk(lang: str, event: gr.EventData) -> list[Any]:
-            values = self._used(lang, str(event.run), ("compute_type", "device"))
+        def chat_with(lang: str, event: gr.EventData) -> list[Any]:
+            values = self._result_values(lang, str(event.run), ("compute_type", "device"))
             return [gr.update(selected="chat"), *chat.fields.updates(values)]
 
         def merge(lang: str, event: gr.EventData) -> list[Any]:
-            values = self._used(lang, str(event.run), ())
+            values = self._result_values(lang, str(event.run), ())
             values = {"output_dir": values["lora_path"][0], "model_name_or_path": values["model_name_or_path"]}
             return [gr.update(selected="export"), gr.update(selected="merge"), *export.merge.fields.updates(values)]
 
-        runs.again.click(again, [context.lang, runs.watch.job], [tabs, *train.form_outputs], **told)
-        runs.table.submit(talk, context.lang, [tabs, *chat.fields.components], **told).success(
-            chat.load_model, chat.load_inputs, chat.state, **told
+        runs.reuse.click(reuse, [context.lang, runs.monitor.job], [tabs, *train.form_outputs], **event_options)
+        runs.table.submit(chat_with, context.lang, [tabs, *chat.fields.components], **event_options).success(
+            chat.load_model, chat.load_inputs, chat.state, **event_options
         )
-        runs.table.apply(merge, context.lang, [tabs, export.kinds, *export.merge.fields.components], **told)
+        runs.table.apply(merge, context.lang, [tabs, export.kinds, *export.merge.fields.components], **event_options)
 
-    def _used(self, lang: str, id: str, keys: tuple[str, ...]) -> dict[str, Any]:
+    def _result_values(self, lang: str, id: str, keys: tuple[str, ...]) -> dict[str, Any]:
         """A run's result as a model, or as adapters and the base they name, with some keys of its recipe."""
         runs = self.context.runs
         try:
@@ -103,6 +105,6 @@ class Frame:
         return {**values, "model_name_or_path": base, "lora_path": [folder]}
 
 
-def _browsers(request: gr.Request) -> str:
+def _browser_lang(request: gr.Request) -> str:
     first = str(request.headers.get("accept-language", "")).split(",")[0]
     return "zh" if first.lower().startswith("zh") else "en"

@@ -8,6 +8,7 @@ from typing import Any
 import gradio as gr
 
 from erniekit.errors import ErnieKitError
+from erniekit.printable import public
 from erniekit.webui.forms import form
 from erniekit.webui.pages.fields import FormFields, recipe, uploaded
 from erniekit.webui.pages.job_monitor import JobMonitor
@@ -39,7 +40,7 @@ class JobForm:
             with gr.Column(scale=5, min_width=420, elem_classes="ek-side"):
                 self.start = labels.make(gr.Button, {"value": button}, variant="primary", elem_id=f"{page}-start")
                 self.problems = gr.HTML("", elem_id=f"{page}-problems")
-                self.watch = JobMonitor(context, page, self.form.command, charts=False)
+                self.monitor = JobMonitor(context, page, self.form.command, charts=False)
                 with labels.make(gr.Accordion, {"label": "recipe.title"}, open=True):
                     self._recipe_box()
         self._wire()
@@ -48,10 +49,9 @@ class JobForm:
         spec = self.form.field(key)
         options: dict[str, Any] = {"min_width": 300} if key in WIDE else {}
         if key == "output_dir" and key not in self.form.needed:
-            options.update(value="", says={"placeholder": "train.own_folder"})
+            options.update(value="", texts={"placeholder": "train.own_folder"})
         if key == "output_dir" and key in self.form.needed:  # of these commands it is what they start from
-            page = self.page
-            options.update(value=None, says={"label": f"{page}.output_dir", "info": f"{page}.output_dir.info"})
+            options.update(value=None)
         self.fields.add(spec, **options)
 
     def _recipe_box(self) -> None:
@@ -92,13 +92,13 @@ class JobForm:
         self.load.upload(self._load, [context.lang, self.load], self.fields.components, show_progress="minimal")
         self.start.click(
             self._start,
-            [context.lang, context.who, *self.fields.components],
-            self.watch.started,
+            [context.lang, context.owner, *self.fields.components],
+            self.monitor.outputs,
             concurrency_limit=None,
         )
 
     def on_open(self, page: Any) -> None:
-        self.watch.on_open(page)
+        self.monitor.on_open(page)
         inputs = [self.context.lang, *self.fields.components]
         page.load(self._recipe, inputs, [self.yaml, self.problems], show_progress="hidden")
         handler, outputs = self.files()
@@ -109,16 +109,16 @@ class JobForm:
 
     def _recipe(self, lang: str, *raw: Any) -> tuple[str, str]:
         text, problems = recipe(self.fields.values(raw), "", self.page, self.context)
-        return text or f"# {translate('recipe.empty', lang)}\n", problems_html(problems, lang)
+        return public(text) or f"# {translate('recipe.empty', lang)}\n", problems_html(problems, lang, self.page)
 
     def _load(self, lang: str, file: str) -> list[Any]:
         return self.fields.updates(uploaded(file, lang))
 
-    def _start(self, lang: str, who: str, *raw: Any) -> list[Any]:
+    def _start(self, lang: str, owner: str, *raw: Any) -> list[Any]:
         text, problems = recipe(self.fields.values(raw), "", self.page, self.context)
         if problems:
-            raise gr.Error(problems_html(problems, lang), duration=12, print_exception=False)
+            raise gr.Error(problems_html(problems, lang, self.page), duration=12, print_exception=False)
         try:
-            return self.watch.first(self.context.jobs.start(self.form.command, text, who), lang)
+            return self.monitor.show(self.context.jobs.start(self.form.command, text, owner), lang)
         except ErnieKitError as error:
             raise notice(error, lang) from None

@@ -27,19 +27,19 @@ Text = str | Callable[[str], Any]  # a key of TRANSLATIONS, or a function of the
 
 @dataclass
 class Labels:
-    """Components whose words follow the language: made once, told again when another is chosen."""
+    """Components whose texts follow the language: made once, updated when another one is chosen."""
 
     lang: str
-    _said: list[tuple[Any, dict[str, Text]]] = field(default_factory=list)
+    _texts: list[tuple[Any, dict[str, Text]]] = field(default_factory=list)
 
-    def make(self, kind: Callable[..., Any], says: dict[str, Text], **options: Any) -> Any:
-        """A component whose named properties are words."""
-        component = kind(**{prop: translated(text, self.lang) for prop, text in says.items()}, **options)
-        self._said.append((component, says))
+    def make(self, kind: Callable[..., Any], texts: dict[str, Text], **options: Any) -> Any:
+        """A component; `texts`: its properties that are texts."""
+        component = kind(**{prop: translated(text, self.lang) for prop, text in texts.items()}, **options)
+        self._texts.append((component, texts))
         return component
 
     def heading(self, key: str, **options: Any) -> Any:
-        """A line of text: a title, a hint. Words of our own, so they may hold markup."""
+        """A line of text: a title, a hint. Texts of our own, so they may hold markup."""
         return self.make(gr.HTML, {"value": key}, **options)
 
     def empty(self, key: str, **options: Any) -> Any:
@@ -48,11 +48,13 @@ class Labels:
 
     @property
     def components(self) -> list[Any]:
-        return [component for component, _ in self._said]
+        return [component for component, _ in self._texts]
 
     def updates(self, lang: str) -> list[Any]:
-        said: list[dict[str, Any]] = [{p: translated(text, lang) for p, text in says.items()} for _, says in self._said]
-        return [gr.update(**words) for words in said]
+        updates: list[dict[str, Any]] = [
+            {p: translated(text, lang) for p, text in texts.items()} for _, texts in self._texts
+        ]
+        return [gr.update(**texts) for texts in updates]
 
 
 def translated(text: Text, lang: str) -> Any:
@@ -66,8 +68,8 @@ class PageContext:
     roots: Roots
     labels: Labels
     leases: ChatLeases
-    lang: Any = None  # the switch: an input of every handler that speaks
-    who: Any = None  # which browser asks; its own runs are shown to it again
+    lang: Any = None  # the switch: an input of every handler that shows text
+    owner: Any = None  # id of the browser; its own runs are shown to it again
 
     def shown(self, path: str | Path) -> str:
         """A path as a person would type it: relative to the first root where it can be."""
@@ -78,9 +80,11 @@ class PageContext:
 
 
 def folders(context: PageContext) -> dict[str, list[Any]]:
-    """What fields that name files offer: the results of this page, newest first, then what lies in the roots."""
+    """What fields that name files offer: the results of this page, newest first, then what is in the roots."""
     offers = suggest_paths(context.roots)
-    results = [job.output_dir for job in context.jobs.list() if job.word == "train" and Path(job.output_dir).is_dir()]
+    results = [
+        job.output_dir for job in context.jobs.list() if job.command == "train" and Path(job.output_dir).is_dir()
+    ]
     kinds = {context.shown(folder): kind_of(folder) for folder in results}
     first = {
         "model_name_or_path": [name for name, kind in kinds.items() if kind.weights and not kind.adapter],
@@ -93,20 +97,21 @@ def folders(context: PageContext) -> dict[str, list[Any]]:
     return offers
 
 
-def problems_html(problems: list[FormProblem], lang: str) -> str:
+def problems_html(problems: list[FormProblem], lang: str, page: str = "") -> str:
     """What is wrong, a line each with the way out; or that nothing is."""
     if not problems:
         return f'<div class="ek-good">{escape(translate("form.good", lang))}</div>'
     rows = "".join(
-        f"<li><b>{escape(p.key or translate('form.together', lang))}</b>{_said(p, lang)}</li>" for p in problems
+        f"<li><b>{escape(p.key or translate('form.together', lang))}</b>{_problem_html(p, lang, page)}</li>"
+        for p in problems
     )
     only_missing = all(p.what.endswith("must be given") for p in problems)
     return f'<ul class="ek-problems{" missing" if only_missing else ""}">{rows}</ul>'
 
 
-def _said(problem: FormProblem, lang: str) -> str:
-    """What is wrong and the way out, escaped; the English original folded where only that says it."""
-    text = problem_text(problem.key, problem.what, problem.fix, lang)
+def _problem_html(problem: FormProblem, lang: str, page: str = "") -> str:
+    """What is wrong and how to fix it, escaped; the English original folded where there is no translation."""
+    text = problem_text(problem.key, problem.what, problem.fix, lang, page)
     parts = [escape(text.what), f"<span>{escape(text.fix)}</span>" if text.fix else ""]
     if text.original:
         title = escape(translate("form.original", lang))
@@ -119,5 +124,5 @@ def as_problem(error: ErnieKitError) -> FormProblem:
 
 
 def notice(error: ErnieKitError, lang: str = "en") -> gr.Error:
-    """An error of ours in the corner of the page; its words may come from outside, so they are escaped."""
-    return gr.Error(_said(FormProblem("", error.what, error.fix), lang), duration=12, print_exception=False)
+    """An error of ours in the corner of the page; its text may come from outside, so it is escaped."""
+    return gr.Error(_problem_html(FormProblem("", error.what, error.fix), lang), duration=12, print_exception=False)

@@ -53,27 +53,27 @@ class RecipeSource:
     def wire(self, filled: Filled, outputs: list[Any], files: Any) -> None:
         """`files`: the field that names the training files."""
         lang = self.context.lang
-        told: dict[str, Any] = dict(show_progress="minimal")
+        event_options: dict[str, Any] = dict(show_progress="minimal")
 
         def picked(lang: str, name: str | None) -> list[Any]:
-            found = self._files()
-            if not name or name not in found:
+            recipes = self._files()
+            if not name or name not in recipes:
                 return [gr.skip()] * len(outputs)
-            return self._filled(lang, filled, found[name])
+            return self._filled(lang, filled, recipes[name])
 
         def loaded(lang: str, file: str) -> list[Any]:
-            path = self._kept(lang, file, RECIPES)
+            path = self._stored(lang, file, RECIPES)
             return [gr.update(choices=self._names(), value=path.name), *self._filled(lang, filled, path)]
 
         def uploaded(lang: str, uploads: list[str], given: list[str]) -> Any:
-            paths = [self.context.shown(self._kept(lang, file, DATA)) for file in uploads or []]
+            paths = [self.context.shown(self._stored(lang, file, DATA)) for file in uploads or []]
             gr.Info(translate("data.uploaded", lang, files=", ".join(paths)), duration=6)
             choices = folders(self.context)["train_dataset_path"]
             return gr.update(choices=choices, value=[*(given or []), *paths])
 
-        self.pick.input(picked, [lang, self.pick], outputs, **told)
-        self.load.upload(loaded, [lang, self.load], [self.pick, *outputs], **told)
-        self.data.upload(uploaded, [lang, self.data, files], files, **told)
+        self.pick.input(picked, [lang, self.pick], outputs, **event_options)
+        self.load.upload(loaded, [lang, self.load], [self.pick, *outputs], **event_options)
+        self.data.upload(uploaded, [lang, self.data, files], files, **event_options)
 
     def files(self) -> tuple[Any, list[Any]]:
         """A handler and its output: the recipes there are now."""
@@ -85,7 +85,7 @@ class RecipeSource:
     def _names(self) -> list[str]:
         return list(self._files())
 
-    def _kept(self, lang: str, file: str, kind: str) -> Any:
+    def _stored(self, lang: str, file: str, kind: str) -> Any:
         try:
             return keep(file, kind, self.context.jobs.root)
         except ErnieKitError as error:

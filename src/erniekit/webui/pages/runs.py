@@ -13,17 +13,17 @@ from erniekit.webui.pages.page_context import PageContext, notice
 from erniekit.webui.pages.runs_table import CLICKS, differences_html, run_name, runs_html
 from erniekit.webui.translations import translate
 
-EVERY_S = 3.0
-WORDS = ("train", "eval", "export", "split", "server")
-MOST_COMPARED = 6
+POLL_S = 3.0
+COMMANDS = ("train", "eval", "export", "split", "server")
+MAX_COMPARED = 6
 TO_DETAIL = "() => setTimeout(() => document.getElementById('runs-detail')?.scrollIntoView({block: 'nearest'}), 150)"
 
 
 class RunsPage:
     def __init__(self, context: PageContext) -> None:
         self.context, labels = context, context.labels
-        self.timer = gr.Timer(EVERY_S, active=False)
-        self.chosen, self.drawn = gr.State([]), gr.State("")
+        self.timer = gr.Timer(POLL_S, active=False)
+        self.chosen, self.last_table = gr.State([]), gr.State("")
         with gr.Row(elem_classes="ek-tools"):
             labels.heading("runs.hint", elem_classes="ek-hint", scale=1)
             self.compare = labels.make(
@@ -37,55 +37,55 @@ class RunsPage:
                     gr.Textbox, {"label": "runs.name"}, elem_id="runs-name", max_lines=1, scale=3, min_width=220
                 )
                 self.rename = labels.make(gr.Button, {"value": "runs.rename"}, elem_id="runs-rename", min_width=90)
-                self.again = labels.make(gr.Button, {"value": "runs.again"}, elem_id="runs-again", min_width=150)
+                self.reuse = labels.make(gr.Button, {"value": "runs.again"}, elem_id="runs-again", min_width=150)
                 self.delete = labels.make(
                     gr.Button, {"value": "runs.delete"}, elem_id="runs-delete", variant="stop", min_width=90
                 )
-            self.watch = JobMonitor(context, "runs")
+            self.monitor = JobMonitor(context, "runs")
         self._wire()
 
     def _wire(self) -> None:
         context = self.context
-        told: dict[str, Any] = dict(show_progress="hidden", concurrency_limit=None)
-        seen = [context.lang, self.chosen, self.watch.job, self.drawn]
-        self.shown = [self.table, self.drawn]
-        self.opened = [self.compared, self.detail, self.name, self.delete, *self.watch.started]
-        self.timer.tick(self.rows, seen, self.shown, **told)
-        context.lang.change(self.rows, seen, self.shown, **told)
-        opening = self.table.select(self._open, context.lang, self.opened, **told)
-        opening.then(self.rows, seen, self.shown, **told).then(None, None, None, js=TO_DETAIL)
-        choosing = self.table.input(self._choose, self.chosen, [self.chosen, self.compared], **told)
-        choosing.then(self.rows, seen, self.shown, **told)
-        resuming = self.table.retry(self._resume, [context.lang, context.who], self.opened, **told)
-        resuming.then(self.rows, seen, self.shown, **told)
-        comparing = [self.compared, self.detail, *self.watch.started]
-        self.compare.click(self._compared, [context.lang, self.chosen], comparing, **told)
+        event_options: dict[str, Any] = dict(show_progress="hidden", concurrency_limit=None)
+        table_inputs = [context.lang, self.chosen, self.monitor.job, self.last_table]
+        self.shown = [self.table, self.last_table]
+        self.opened = [self.compared, self.detail, self.name, self.delete, *self.monitor.outputs]
+        self.timer.tick(self.rows, table_inputs, self.shown, **event_options)
+        context.lang.change(self.rows, table_inputs, self.shown, **event_options)
+        opening = self.table.select(self._open, context.lang, self.opened, **event_options)
+        opening.then(self.rows, table_inputs, self.shown, **event_options).then(None, None, None, js=TO_DETAIL)
+        choosing = self.table.input(self._choose, self.chosen, [self.chosen, self.compared], **event_options)
+        choosing.then(self.rows, table_inputs, self.shown, **event_options)
+        resuming = self.table.retry(self._resume, [context.lang, context.owner], self.opened, **event_options)
+        resuming.then(self.rows, table_inputs, self.shown, **event_options)
+        comparing = [self.compared, self.detail, *self.monitor.outputs]
+        self.compare.click(self._compared, [context.lang, self.chosen], comparing, **event_options)
         gr.on(
             [self.rename.click, self.name.submit],
             self._rename,
-            [context.lang, self.watch.job, self.name],
+            [context.lang, self.monitor.job, self.name],
             self.name,
-            **told,
-        ).then(self.rows, seen, self.shown, **told)
+            **event_options,
+        ).then(self.rows, table_inputs, self.shown, **event_options)
         self.delete.click(
             self._delete,
-            [context.lang, self.watch.job],
+            [context.lang, self.monitor.job],
             self.opened,
-            js="(lang, job) => confirm(lang === 'zh' ? '删除此任务及其目录？' : "
-            "'Delete this job and its folder?') ? [lang, job] : [lang, '']",
-            **told,
-        ).then(self.rows, seen, self.shown, **told)
+            js="(lang, job) => confirm(lang === 'zh' ? '删除此任务及其目录？目录之外的结果会保留。' : "
+            "'Delete this job and its folder? Results elsewhere stay.') ? [lang, job] : [lang, '']",
+            **event_options,
+        ).then(self.rows, table_inputs, self.shown, **event_options)
 
-    def rows(self, lang: str, chosen: list[str], opened: str, drawn: str) -> list[Any]:
+    def rows(self, lang: str, chosen: list[str], opened: str, last_table: str) -> list[Any]:
         """The table; not sent again while nothing in it has changed."""
-        rows = self.context.runs.rows(words=WORDS)
+        rows = self.context.runs.rows(commands=COMMANDS)
         table = runs_html(rows, self.context, lang, chosen, opened)
-        return [gr.skip(), gr.skip()] if table == drawn else [table, table]
+        return [gr.skip(), gr.skip()] if table == last_table else [table, table]
 
     def _open(self, lang: str, event: gr.EventData) -> list[Any]:
-        return self.watched(lang, str(event.run))
+        return self.show_run(lang, str(event.run))
 
-    def watched(self, lang: str, id: str) -> list[Any]:
+    def show_run(self, lang: str, id: str) -> list[Any]:
         """One run below the table, in place of what was compared there."""
         try:
             row = self.context.runs.row(id)
@@ -93,10 +93,10 @@ class RunsPage:
             raise notice(error, lang) from None
         name = gr.update(value=row.name, placeholder=run_name(row, self.context))
         deleted = gr.update(visible=row.is_job)
-        return ["", gr.update(visible=True), name, deleted, *self.watch.tick(lang, id, ())]
+        return ["", gr.update(visible=True), name, deleted, *self.monitor.tick(lang, id, ())]
 
     def _closed(self, lang: str) -> list[Any]:
-        return ["", gr.update(visible=False), gr.skip(), gr.skip(), *self.watch.nothing(lang)]
+        return ["", gr.update(visible=False), gr.skip(), gr.skip(), *self.monitor.cleared(lang)]
 
     def _choose(self, chosen: list[str], event: gr.EventData) -> list[Any]:
         """One more to compare, or one less; what was compared is no longer what is chosen."""
@@ -111,19 +111,19 @@ class RunsPage:
         except ErnieKitError as error:
             raise notice(error, lang) from None
 
-    def _resume(self, lang: str, who: str, event: gr.EventData) -> list[Any]:
+    def _resume(self, lang: str, owner: str, event: gr.EventData) -> list[Any]:
         try:
-            return self.watched(lang, self.context.runs.resume(str(event.run), who).id)
+            return self.show_run(lang, self.context.runs.resume(str(event.run), owner).id)
         except ErnieKitError as error:
             raise notice(error, lang) from None
 
     def _compared(self, lang: str, chosen: list[str]) -> list[Any]:
-        return [self._compare(lang, chosen), gr.update(visible=False), *self.watch.nothing(lang)]
+        return [self._compare(lang, chosen), gr.update(visible=False), *self.monitor.cleared(lang)]
 
     def _compare(self, lang: str, chosen: list[str]) -> str:
         runs = self.context.runs
         known = {row.id: row for row in runs.rows()}
-        ids = [id for id in chosen or [] if id in known][:MOST_COMPARED]
+        ids = [id for id in chosen or [] if id in known][:MAX_COMPARED]
         if len(ids) < 2:
             return empty(translate("runs.two", lang))
         names = distinct({id: run_name(known[id], self.context) for id in ids})

@@ -8,6 +8,7 @@ from html import escape
 from typing import Any
 
 from erniekit.loss_table import SCORE_KEYS
+from erniekit.printable import public
 from erniekit.track.units import duration, short
 from erniekit.webui.charts import empty
 from erniekit.webui.pages.job_monitor import pill
@@ -16,7 +17,7 @@ from erniekit.webui.runs import RunRow
 from erniekit.webui.translations import translate
 
 COLUMNS = ("run", "state", "command", "model", "step", "loss", "eval_loss", "speed", "time", "left")
-# What a click in the table is called in gradio: one of its events for each, so that a listener hears its own alone.
+# The gradio event of each kind of click in the table, so that every listener gets only its own.
 EVENTS = {"open": "select", "choose": "input", "chat": "submit", "merge": "apply", "resume": "retry"}
 # The part of an element that carries data-act names the event; the rest of the table does nothing.
 CLICKS = """
@@ -48,8 +49,10 @@ def run_name(row: RunRow, context: PageContext) -> str:
     it started."""
     own = row.is_job and (not row.output_dir or row.id in row.output_dir)
     started = time.strftime("%m-%d %H:%M", time.localtime(row.created))
-    folder = context.shown(row.output_dir) if row.word == "train" else f"{row.word} {context.shown(row.output_dir)}"
-    return row.name or (f"{row.stage or row.word} {row.model} {started}" if own else folder)
+    folder = (
+        context.shown(row.output_dir) if row.command == "train" else f"{row.command} {context.shown(row.output_dir)}"
+    )
+    return row.name or (f"{row.stage or row.command} {row.model} {started}" if own else folder)
 
 
 def differences_html(names: Mapping[str, str], differences: dict[str, dict[str, Any]], lang: str) -> str:
@@ -60,7 +63,7 @@ def differences_html(names: Mapping[str, str], differences: dict[str, dict[str, 
     head = "".join(f"<th>{escape(name)}</th>" for name in names.values())
     body = "".join(
         f"<tr><td><code>{escape(key)}</code></td>"
-        + "".join(f"<td>{escape(_value(values.get(id)))}</td>" for id in names)
+        + "".join(f"<td>{escape(public(_value(values.get(id))))}</td>" for id in names)
         + "</tr>"
         for key, values in rows.items()
     )
@@ -77,18 +80,18 @@ def _value(value: Any) -> str:
 
 def _box(row: RunRow, chosen: bool, lang: str) -> str:
     """Trainings can be compared; other jobs have no curves."""
-    if row.word != "train":
+    if row.command != "train":
         return ""
-    said = escape(translate("runs.choose", lang))
+    label = escape(translate("runs.choose", lang))
     return (
         f'<button type="button" class="ek-check" role="checkbox" aria-checked="{str(chosen).lower()}" '
-        f'aria-label="{said}" title="{said}" data-act="{EVENTS["choose"]}" data-run="{escape(row.id)}"></button>'
+        f'aria-label="{label}" title="{label}" data-act="{EVENTS["choose"]}" data-run="{escape(row.id)}"></button>'
     )
 
 
 def _actions(row: RunRow, lang: str) -> str:
     can = {
-        "chat": row.word == "train" and row.kind.weights and row.state != "running" and row.stage not in SCORE_KEYS,
+        "chat": row.command == "train" and row.kind.weights and row.state != "running" and row.stage not in SCORE_KEYS,
         "merge": row.kind.adapter and row.kind.weights and row.state != "running",
         "resume": row.can_resume,
     }
@@ -103,7 +106,7 @@ def _actions(row: RunRow, lang: str) -> str:
 
 def _cells(row: RunRow, context: PageContext, lang: str) -> str:
     started = time.strftime("%m-%d %H:%M", time.localtime(row.created))
-    step = f"{row.step:,}" + (f" / {row.total_steps:,}" if row.total_steps else "") if row.word == "train" else ""
+    step = f"{row.step:,}" + (f" / {row.total_steps:,}" if row.total_steps else "") if row.command == "train" else ""
     name = (
         f'<button type="button" class="ek-open" data-act="{EVENTS["open"]}" data-run="{escape(row.id)}">'
         f"{escape(run_name(row, context))}</button><small>{escape(started)}</small>"
@@ -111,14 +114,14 @@ def _cells(row: RunRow, context: PageContext, lang: str) -> str:
     cells = (
         ("name", name),
         ("brief", pill(row.state, translate(f"state.{row.state}", lang))),
-        ("brief", escape(f"{row.word} {row.stage}".strip())),
+        ("brief", escape(f"{row.command} {row.stage}".strip())),
         ("", escape(row.model)),
         ("number", escape(step)),
         ("number", _number(row, row.loss)),
         ("number", _number(row, row.eval_loss)),
-        ("number", "" if row.word != "train" or row.tokens_per_second is None else short(row.tokens_per_second)),
+        ("number", "" if row.command != "train" or row.tokens_per_second is None else short(row.tokens_per_second)),
         ("number", duration(row.seconds)),
-        ("number", "" if row.left is None else duration(row.left)),
+        ("number", "" if row.seconds_left is None else duration(row.seconds_left)),
     )
     titles = [escape(translate(f"runs.column.{column}", lang)) for column in COLUMNS]
     return "".join(f'<td class="{kind}" data-title="{title}">{text}</td>' for (kind, text), title in zip(cells, titles))
@@ -126,4 +129,4 @@ def _cells(row: RunRow, context: PageContext, lang: str) -> str:
 
 def _number(row: RunRow, value: float | None) -> str:
     """Of trainings: another job in the same folder did not make its numbers."""
-    return "" if row.word != "train" or value is None else f"{value:.4f}"
+    return "" if row.command != "train" or value is None else f"{value:.4f}"

@@ -1,4 +1,4 @@
-"""The Train tab: a form from the declared keys, the recipe it makes, a look at the data, the doctor, and the run live.
+"""The Train tab: a form from the declared keys, the recipe it makes, the data preview, the doctor, and the run live.
 
 Put together by app.py. The right side shows one thing at a time; pressing Start turns it to the live run.
 """
@@ -11,6 +11,7 @@ from typing import Any
 import gradio as gr
 
 from erniekit.errors import ConfigError, ErnieKitError
+from erniekit.printable import public
 from erniekit.webui.form_pages import STAGES
 from erniekit.webui.forms import FieldSpec, Form, form, from_yaml, page_of, to_yaml
 from erniekit.webui.pages.data_preview import DataPreview
@@ -23,7 +24,7 @@ from erniekit.webui.pages.stage_choice import StageChoice
 from erniekit.webui.preview import doctor
 from erniekit.webui.translations import help_of, label_of
 
-# Rows of the first card; what is basic and not here goes to the drawer of its section.
+# Rows of the first card; other basic keys go to the accordion of their section.
 FIRST: tuple[tuple[str, ...], ...] = (
     ("model_name_or_path", "train_dataset_path"),
     ("fine_tuning", "compute_type", "device"),
@@ -106,12 +107,12 @@ class TrainPage:
     def _field(self, spec: FieldSpec) -> None:
         options: dict[str, Any] = {"min_width": 300} if spec.key in WIDE else {}
         if spec.key == "output_dir":
-            options.update(value="", says={"placeholder": "train.own_folder"})
-        self.fields.add(spec, visible=spec.key in self._known(FIRST_STAGE), **options)
+            options.update(value="", texts={"placeholder": "train.own_folder"})
+        self.fields.add(spec, visible=spec.key in self._keys_of(FIRST_STAGE), **options)
 
     def _drawer(self, title: str, specs: list[FieldSpec]) -> None:
-        seen = any(spec.key in self._known(FIRST_STAGE) for spec in specs)
-        with self.context.labels.make(gr.Accordion, {"label": title}, open=False, visible=seen) as drawer:
+        visible = any(spec.key in self._keys_of(FIRST_STAGE) for spec in specs)
+        with self.context.labels.make(gr.Accordion, {"label": title}, open=False, visible=visible) as drawer:
             for at in range(0, len(specs), 3):
                 with gr.Row():
                     for spec in specs[at : at + 3]:
@@ -126,7 +127,7 @@ class TrainPage:
             self.more_key = labels.make(
                 gr.Dropdown,
                 {"label": "train.more.key"},
-                choices=self._further(FIRST_STAGE),
+                choices=self._other_keys(FIRST_STAGE),
                 value=None,
                 elem_id="train-more-key",
                 min_width=220,
@@ -142,7 +143,7 @@ class TrainPage:
         labels = self.context.labels
         with gr.Row():
             self.start = labels.make(gr.Button, {"value": "train.start"}, variant="primary", elem_id="train-start")
-            self.look = labels.make(gr.Button, {"value": "train.preview"}, elem_id="train-preview")
+            self.preview_button = labels.make(gr.Button, {"value": "train.preview"}, elem_id="train-preview")
             self.doctor = labels.make(gr.Button, {"value": "train.doctor"}, elem_id="train-doctor")
         self.problems = gr.HTML("", elem_id="train-problems")
         with gr.Tabs(selected="recipe", elem_id="train-panes") as self.panes:
@@ -181,12 +182,12 @@ class TrainPage:
         context = self.context
         stage = self.stage.choice
         form_inputs = [context.lang, stage, self.more, *self.fields.components]
-        told = dict(outputs=[self.yaml, self.problems], show_progress="hidden", concurrency_limit=None)
+        event_options = dict(outputs=[self.yaml, self.problems], show_progress="hidden", concurrency_limit=None)
         changes = [c.change for c in (stage, self.more, context.lang, *self.fields.components)]
-        gr.on(changes, self._recipe, form_inputs, trigger_mode="always_last", **told)
-        self.staged = [key for key in self.fields.specs if any(key not in self._known(one) for one in STAGES)]
+        gr.on(changes, self._recipe, form_inputs, trigger_mode="always_last", **event_options)
+        self.staged = [key for key in self.fields.specs if any(key not in self._keys_of(one) for one in STAGES)]
         of_stage = [self.more_key, *(drawer for drawer, _ in self.drawers), *map(self.fields.component, self.staged)]
-        stage.change(self._staged, stage, of_stage, show_progress="hidden")
+        stage.change(self._show_stage, stage, of_stage, show_progress="hidden")
         stage.input(self._fine_tuning, stage, self.fields.component("fine_tuning"), show_progress="hidden")
         self.more_key.change(self._explain, [context.lang, self.more_key], self.more_help, show_progress="hidden")
         self.more_add.click(
@@ -196,10 +197,10 @@ class TrainPage:
         self.form_outputs = [stage, self.more, *self.fields.components]
         self.source.wire(self.filled, self.form_outputs, self.fields.component("train_dataset_path"))
         self.clear.click(lambda: self.filled({}), None, self.form_outputs, show_progress="hidden")
-        run_inputs = [context.lang, context.who, *form_inputs[1:]]
-        self.start.click(self._start, run_inputs, [self.panes, *self.live.started], concurrency_limit=None)
+        run_inputs = [context.lang, context.owner, *form_inputs[1:]]
+        self.start.click(self._start, run_inputs, [self.panes, *self.live.outputs], concurrency_limit=None)
         for button, pane, handler, outputs in (
-            (self.look, "data", self._preview, self.data.outputs),
+            (self.preview_button, "data", self._preview, self.data.outputs),
             (self.doctor, "doctor", self._doctor, [self.report]),
         ):
             button.click(_turn_to(pane), None, self.panes, show_progress="hidden").then(
@@ -207,7 +208,7 @@ class TrainPage:
             )
 
     def on_open(self, page: Any) -> None:
-        """A page that is opened: what its browser had started, the files there are now, and what the form says."""
+        """A page is opened: the job its browser had started, the files there are now, and the form's recipe."""
         self.live.on_open(page)
         for handler, outputs in self.files():
             page.load(handler, None, outputs, show_progress="hidden")
@@ -219,22 +220,22 @@ class TrainPage:
 
     def _values(self, stage: str, raw: tuple[Any, ...]) -> dict[str, Any]:
         """Without the keys other stages have, whose fields are hidden."""
-        known = self._known(stage)
+        known = self._keys_of(stage)
         return {key: value for key, value in self.fields.values(raw).items() if key in known}
 
-    def _known(self, stage: str) -> set[str]:
+    def _keys_of(self, stage: str) -> set[str]:
         return {f.key for f in self.forms[stage].fields}
 
-    def _further(self, stage: str) -> list[str]:
+    def _other_keys(self, stage: str) -> list[str]:
         """Keys of a stage that have no field of their own."""
-        return sorted(self._known(stage) - set(self.fields.specs))
+        return sorted(self._keys_of(stage) - set(self.fields.specs))
 
-    def _staged(self, stage: str) -> list[Any]:
+    def _show_stage(self, stage: str) -> list[Any]:
         """What the stage reads is shown, the rest hidden."""
-        known = self._known(stage)
+        known = self._keys_of(stage)
         drawers = [gr.update(visible=any(key in known for key in keys)) for _, keys in self.drawers]
         fields = [gr.update(visible=key in known) for key in self.staged]
-        return [gr.update(choices=self._further(stage), value=None), *drawers, *fields]
+        return [gr.update(choices=self._other_keys(stage), value=None), *drawers, *fields]
 
     def _fine_tuning(self, stage: str) -> str:
         """What the stage trains unless a recipe or the user decides otherwise."""
@@ -242,7 +243,7 @@ class TrainPage:
 
     def _recipe(self, lang: str, stage: str, more: str, *raw: Any) -> tuple[str, str]:
         text, problems = recipe(self._values(stage, raw), more or "", STAGES[stage], self.context)
-        return text, problems_html(problems, lang)
+        return public(text), problems_html(problems, lang)
 
     def _explain(self, lang: str, key: str | None) -> str:
         return f"<b>{key}</b> {label_of(key, lang)}. {help_of(key, lang)}" if key else ""
@@ -254,28 +255,28 @@ class TrainPage:
         return "\n".join([*kept, f"{key}: {value.strip()}"]), ""
 
     def filled(self, values: dict[str, Any]) -> list[Any]:
-        """The form set to a recipe's values; keys without a field go to the piece of YAML beside it."""
+        """The form set to a recipe's values; keys without a field go to the YAML under Advanced options."""
         if (given := values.get("stage", FIRST_STAGE)) not in STAGES:
             raise ConfigError(
                 f"the page has no form for stage {given}", where="stage", fix="one of " + ", ".join(STAGES)
             )
         page = page_of("train", values)
         stage = next(stage for stage, name in STAGES.items() if name == page)
-        rest = {key: value for key, value in self.fields.rest(values).items() if key != "stage"}
+        other = {key: value for key, value in self.fields.without_field(values).items() if key != "stage"}
         fixed = set(self.forms[stage].fixed)
-        more = "\n".join(line for line in to_yaml(rest, page).splitlines() if line.partition(":")[0] not in fixed)
+        more = "\n".join(line for line in to_yaml(other, page).splitlines() if line.partition(":")[0] not in fixed)
         implied = {} if "lora" in values else {"fine_tuning": self._fine_tuning(stage)}
         return [stage, more, *self.fields.updates({"output_dir": "", **implied, **values})]
 
-    def _start(self, lang: str, who: str, stage: str, more: str, *raw: Any) -> list[Any]:
+    def _start(self, lang: str, owner: str, stage: str, more: str, *raw: Any) -> list[Any]:
         text, problems = recipe(self._values(stage, raw), more or "", STAGES[stage], self.context)
         if problems:
             raise gr.Error(problems_html(problems, lang), duration=12, print_exception=False)
         try:
-            job = self.context.jobs.start("train", text, who)
+            job = self.context.jobs.start("train", text, owner)
         except ErnieKitError as error:
             raise notice(error, lang) from None
-        return [gr.update(selected="live"), *self.live.first(job, lang)]
+        return [gr.update(selected="live"), *self.live.show(job, lang)]
 
     def _preview(self, lang: str, stage: str, more: str, *raw: Any) -> list[Any]:
         values = self._values(stage, raw)
