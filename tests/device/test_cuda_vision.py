@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from erniekit.checkpoint.model_folder import ModelFolder
+from erniekit.devices import pick
 from erniekit.kernels.frame_attention import frame_attention
 from erniekit.losses.causal import causal_loss
 from erniekit.parallel.compiled import compile_layers
+from erniekit.parallel.cuda_graphs import LAUNCHED, Graphed, GraphedLayers
+from erniekit.parallel.recorded_tower import SEEN, RecordedTower
 from support.recorded_vision import FOLDER, logits_of, recorded_batch
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA card")]
@@ -45,3 +48,37 @@ def test_a_model_that_sees_answers_and_learns_in_16_bit_as_on_the_cpu(case: str,
     causal_loss(there, moved).backward()
     assert not [n for n, p in there.named_parameters() if p.requires_grad and p.grad is None]
     assert all(bool(p.grad.isfinite().all()) for p in there.parameters() if p.grad is not None)
+
+
+def test_a_frozen_tower_that_is_replayed_gives_the_features_of_the_tower() -> None:
+    model: Any = ModelFolder(FOLDER / "vl_old").build(torch.bfloat16, "cuda").requires_grad_(False)
+    model.tower.alone = True
+    vision = recorded_batch("packed").to(torch.device("cuda")).vision
+    assert vision is not None
+    grids = [(int(t), int(h), int(w)) for t, h, w in vision.grids.tolist()]
+    replayed = RecordedTower(model.tower, pick("gpu"))
+    for step in range(SEEN + 1):
+        patches = (vision.patches + step).contiguous()
+        assert torch.equal(replayed(patches, grids), model.tower(patches, grids)), step
+    assert set(replayed.recorded) == set(grids)
+
+
+def test_layers_of_a_vision_model_that_are_replayed_answer_and_learn_as_launched_ones() -> None:
+    batch = recorded_batch("packed").to(torch.device("cuda"))
+    found = []
+    for replay in (False, True):
+        model: Any = ModelFolder(FOLDER / "vl_old").build(torch.bfloat16, "cuda").train()
+        compile_layers(model)
+        graphs = GraphedLayers(model, pick("gpu"), Graphed(1, (batch.input_ids.shape[1],), 1))
+        if replay:
+            model.run_layers = graphs
+        for _ in range(LAUNCHED + 2):  # launched, recorded, replayed
+            model.zero_grad()
+            loss = causal_loss(model, batch)
+            loss.backward()
+        assert bool(graphs.recorded) is replay
+        norms = {name: float(p.grad.float().norm()) for name, p in model.named_parameters() if p.grad is not None}
+        found.append((float(loss), norms))
+    (loss, norms), (replayed_loss, replayed_norms) = found
+    assert replayed_loss == pytest.approx(loss, rel=1e-3)
+    assert replayed_norms == pytest.approx(norms, rel=0.05, abs=1e-3)

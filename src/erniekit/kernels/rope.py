@@ -60,12 +60,15 @@ def frame_cos_sin(
     """Patches' two-dimensional positions in their frames -> cos, sin [P, 1, D/2] in fp32: the first half of the slots
     is turned by the row, the second by the column. Patches come in merge x merge blocks."""
     freq = inverse_frequencies(head_dim // 2, theta, None, device)
-    places = [torch.zeros(0, 2, dtype=torch.int64)]
-    for t, h, w in grids:
-        row, column = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
+    # Made on the device: a copy of so many from ordinary memory would wait for all that was launched before.
+    frames: dict[tuple[int, int], torch.Tensor] = {}
+    for h, w in {(h, w) for _, h, w in grids}:
+        row, column = torch.meshgrid(torch.arange(h, device=device), torch.arange(w, device=device), indexing="ij")
         both = torch.stack((row, column), -1).view(h // merge, merge, w // merge, merge, 2)
-        places.append(both.transpose(1, 2).reshape(-1, 2).repeat(t, 1))
-    angles = (torch.cat(places).to(device)[..., None].float() * freq).flatten(1)[:, None, :]
+        frames[h, w] = both.transpose(1, 2).reshape(-1, 2)
+    places = [frames[h, w].repeat(t, 1) for t, h, w in grids]
+    joined = torch.cat(places) if places else torch.zeros(0, 2, dtype=torch.int64, device=device)
+    angles = (joined[..., None].float() * freq).flatten(1)[:, None, :]
     return angles.cos(), angles.sin()
 
 

@@ -30,6 +30,7 @@ from erniekit.parallel.packed_shards import PackedShards, is_packed_bytes, weigh
 from erniekit.parallel.pipeline import Pipeline
 from erniekit.parallel.plan import Plan
 from erniekit.parallel.recompute import HostInputs, apply_recompute
+from erniekit.parallel.recorded_tower import RecordedTower
 from erniekit.parallel.sharding import Heads, Sharding
 from erniekit.parallel.stages import cut
 from erniekit.parallel.tensor import PlacesInSlice, apply_tensor_parallel
@@ -122,6 +123,9 @@ def parallelise(
             apply_recompute(part, "full", options.no_recompute_layers, inputs)
         if options.graphed:
             part.run_layers = GraphedLayers(part, device, options.graphed)  # type: ignore[assignment]
+            model_part: Any = part
+            if model_part.config.vision is not None:
+                model_part.run_tower = RecordedTower(model_part.tower, device)
     modules = [part for _, part in parts]
     averaged_over = apply_fsdp(modules, world, compute, options.offload)
     # torch requires shards that live on the host to be created there.

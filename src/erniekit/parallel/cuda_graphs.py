@@ -16,8 +16,10 @@ from erniekit.log import emit
 from erniekit.parallel.compiled import is_eager
 
 KINDS = 2  # of batches of one length that are recorded: rows of one document and packs
+SHARES = 16  # of a batch: to so many parts the counts of its text and vision tokens are rounded up
 LAUNCHED = 2  # steps of a large model before it is recorded: they measure what its activations and its optimiser take
 GIB = 1024**3
+GIVEN = ("cos", "sin", "cu_seqlens", "real", "packs", "members", "modality")  # of a Context: in every batch anew
 
 
 class Graphed(NamedTuple):
@@ -41,6 +43,9 @@ class GraphedLayers:
         self.model, self.device, self.plain = model, device, model.run_layers
         self.rows, self.lengths, self.micro_batches = batches
         self.most = max(KINDS, len(self.lengths))
+        if model.config.vision is not None:  # by how many tokens are text
+            self.most = max(self.most, SHARES // 2)
+            model.length_step = max(1, self.rows * max(self.lengths) // SHARES)
         self.recorded: dict[Any, Any] = {}
         self.launched, self.room = 0, True
         self._pool: Any = None  # the memory they share, once there is one
@@ -52,7 +57,8 @@ class GraphedLayers:
             result = self.plain(x_BLH, ctx)
             return result
         documents, joined = (None if x is None else x.shape for x in (ctx.packs and ctx.packs.bounds, ctx.members))
-        key = (x_BLH.shape[1], ctx.kernel, documents, joined, _real(ctx) is None, ctx.record is None)
+        counts = None if ctx.lengths is None else tuple(len(one) for one in ctx.lengths)
+        key = (x_BLH.shape[1], ctx.kernel, documents, joined, _real(ctx) is None, ctx.record is None, counts)
         if key not in self.recorded:
             if len(self.recorded) == self.most or not self._may_record():
                 result = self.plain(x_BLH, ctx)
@@ -70,7 +76,7 @@ class GraphedLayers:
             return False
         if x_BLH.shape[0] != self.rows or x_BLH.shape[1] not in self.lengths or ctx.shared is not None:
             return False
-        if self.model.config.vision is not None:  # which tokens are text, and what is recorded of each kind, differ
+        if self.model.config.vision is not None and ctx.lengths is None:  # text alone: its vision experts have no rows
             return False
         inners = [layer.attn.inner for layer in self.model.layers]
         return all(hasattr(inner, "takes") and inner.takes(x_BLH.dtype, ctx) for inner in inners)
@@ -114,7 +120,7 @@ class GraphedLayers:
 
 def _inputs(ctx: Any) -> list[torch.Tensor]:
     """What differs from one batch to the next."""
-    found = [ctx.cos, ctx.sin, None if ctx.packs is None else ctx.packs.bounds, _real(ctx), ctx.members]
+    found = [ctx.cos, ctx.sin, None if ctx.packs is None else ctx.packs.bounds, _real(ctx), ctx.members, ctx.modality]
     return [tensor for tensor in found if tensor is not None]
 
 
@@ -129,13 +135,15 @@ class _Stack(nn.Module):
     def __init__(self, layers: nn.ModuleList, ctx: Any) -> None:
         super().__init__()
         self.layers = layers
-        self.like = ctx._replace(cos=None, sin=None, cu_seqlens=None, real=None, packs=None, members=None)
+        self.like = ctx._replace(
+            cos=None, sin=None, cu_seqlens=None, real=None, packs=None, members=None, modality=None
+        )
         self.writes_records, self.packed, self.padded = (
             ctx.record is not None,
             ctx.packs is not None,
             _real(ctx) is not None,
         )
-        self.joined = ctx.members is not None
+        self.joined, self.with_vision = ctx.members is not None, ctx.modality is not None
         self.record_layout: dict[str, list[tuple[int, int | None]]] = {}  # name -> (layer, its count where it has one)
         self.sizes = torch.zeros(3, dtype=torch.int64)
         if ctx.packs is not None:
@@ -146,8 +154,9 @@ class _Stack(nn.Module):
     def forward(self, x_BLH: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         cos, sin, *rest = inputs
         packs = Packs(rest.pop(0), self.sizes) if self.packed else None
-        real, members = (rest.pop(0) if given else None for given in (self.padded, self.joined))
-        ctx = self.like._replace(cos=cos, sin=sin, packs=packs, real=real, members=members)
+        more = (self.padded, self.joined, self.with_vision)
+        real, members, modality = (rest.pop(0) if given else None for given in more)
+        ctx = self.like._replace(cos=cos, sin=sin, packs=packs, real=real, members=members, modality=modality)
         sheets: list[dict[str, Any]] = []
         for layer in self.layers:
             sheets.append({})

@@ -132,13 +132,15 @@ def _graph(cfg: RunConfig, device: Device, world: World, model: DecoderConfig, t
         why_not = "a graph's gradients are all complete at once, and update_in_backward lets each go"
     elif requested is None and model.mtp_layers:
         why_not = "with layers that predict further tokens only with cuda_graph: True"
+    elif requested is None and model.vision is not None:
+        why_not = "with pictures only with cuda_graph: True: it has not been measured"
     elif not cfg.model.compile:
         why_not = "layers are not compiled"
     elif cfg.memory.recompute or (model.moe is not None and cfg.moe.use_recompute_moe):
         why_not = "layers are computed again in the backward pass"
     elif model.moe is not None and (model.hidden_size % ALIGNED or model.moe.width % ALIGNED):
         why_not = "the host waits for the routing: no grouped product takes experts of these widths"
-    elif cfg.train.stage not in ("SFT", "PT"):
+    elif cfg.train.stage not in ("SFT", "PT", "VL-SFT"):
         why_not = f"not with stage: {cfg.train.stage}"
     elif requested is None and not launches_show(cfg, device, model, tokens):
         why_not = "the device needs longer for a micro-batch than the host for its launches"

@@ -9,15 +9,20 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from erniekit.data.types import More
 from erniekit.devices import pick
 from erniekit.devices.base import Device
 from erniekit.kernels.packed_attention import Packs
 from erniekit.losses.moe_balance import RouterLosses, RouterLossWeights
 from erniekit.models.config import MoEShape
 from erniekit.models.layers.decoder import Decoder
+from erniekit.models.layers.modal import lengths_of
 from erniekit.models.layers.moe import MoE
-from erniekit.parallel.cuda_graphs import Graphed, GraphedLayers, _inputs, _Stack
+from erniekit.parallel.cuda_graphs import SHARES, Graphed, GraphedLayers, _inputs, _Stack
 from support.tiny_config import with_experts
+from unit.models import test_modal
+
+LENGTH = test_modal.LENGTH
 
 
 def decoder() -> Decoder:
@@ -146,3 +151,23 @@ def test_every_length_of_joined_rows_has_a_recording_and_others_are_launched() -
         torch.testing.assert_close(rehearsed(x, ctx), want)
         assert ctx.record["router_aux", 1][1] == 2, "terms of two rows"
     assert len(rehearsed.recorded) == 3
+
+
+def test_a_vision_model_is_replayed_by_the_rounded_numbers_of_its_tokens() -> None:
+    """Rows beyond a bank's tokens belong to no expert; a batch of text alone is launched."""
+    model = test_modal.block().train()
+    graphed = Rehearsed(model, pick("cpu"), Graphed(1, (LENGTH,), 1))
+    assert model.length_step == max(1, LENGTH // SHARES)
+    model.length_step = 8
+    x, lengths = torch.randn(1, LENGTH, 16), []
+    for count in (7, 8, 3, 17):
+        more = More(modality=test_modal.kinds(count), vision_tokens=count)
+        ctx = model.context(torch.arange(LENGTH)[None], more=more)
+        assert ctx.lengths is not None
+        lengths.append(tuple(len(one) for one in ctx.lengths))
+        exact = ctx._replace(lengths=lengths_of(more.modality, count))
+        torch.testing.assert_close(graphed(x, ctx), model.run_layers(x, exact))
+    assert lengths == [(24, 8), (16, 8), (24, 8), (8, 24)]
+    assert len(graphed.recorded) == 3
+    text = model.context(torch.arange(LENGTH)[None])
+    assert not GraphedLayers._fits(graphed, x, text)

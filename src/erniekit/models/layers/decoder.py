@@ -88,6 +88,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
+        self.length_step = 1  # of text and vision tokens; more where layers are recorded (parallel/cuda_graphs.py)
         self.embedding: nn.Module = LocalEmbedding()
         self.embed = _embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
@@ -165,7 +166,7 @@ class Decoder(nn.Module):
         if self.attends_itself():
             group = c.num_heads // c.num_kv_heads
             kernel, packs = for_kernel(cu_seqlens, max_doc, shared, positions, group, c.head_dim)
-        lengths = None if modality is None else lengths_of(modality, more.vision_tokens)
+        lengths = None if modality is None else lengths_of(modality, more.vision_tokens, self.length_step)
         members = None if more is None or record is None else more.members
         return Context(cos, sin, cu_seqlens, max_doc, shared, real, record, kernel, packs, modality, lengths, members)
 

@@ -25,12 +25,17 @@ from erniekit.models.layers.moe import MoE
 OF_VISION = "_vision"  # behind the names of what the vision bank records
 
 
-def lengths_of(modality: torch.Tensor, vision_tokens: int | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+def lengths_of(
+    modality: torch.Tensor, vision_tokens: int | None, step: int = 1
+) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Tensors as long as tokens are text, and as long as they are not: lengths that differ from batch to batch, as
-    compiled layers take them. vision_tokens: how many are not; None: not known."""
+    compiled layers take them. vision_tokens: how many are not; None: not known. step: lengths are rounded up to
+    multiples of it, so that few differ; the rows beyond are of no expert."""
     if vision_tokens is None:
         return None
-    made = modality.new_empty(modality.numel() - vision_tokens), modality.new_empty(vision_tokens)
+    tokens = modality.numel()
+    text, vision = (min(tokens, -(-count // step) * step) for count in (tokens - vision_tokens, vision_tokens))
+    made = modality.new_empty(text), modality.new_empty(vision)
     if "torch._dynamo" in sys.modules:  # else nothing is compiled, and the call would import the compiler
         for one in made:
             torch._dynamo.maybe_mark_dynamic(one, 0)

@@ -5,7 +5,7 @@ B batch, L length, H hidden, V vision tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -57,6 +57,7 @@ class SeeingDecoder(Decoder):
         assert config.vision is not None
         self.tower = VisionTower(config.vision)
         self.resampler = Resampler(config)
+        self.run_tower: Callable[..., torch.Tensor] | None = None  # in place of the tower (parallel/recorded_tower.py)
         self.look: nn.Module = LocalLook()
         self.places: nn.Module = LocalPlaces()
         # Run the tower for batches without pictures too, on no rows: set where ranks gather its weights together.
@@ -79,7 +80,8 @@ class SeeingDecoder(Decoder):
         shapes = [(int(t), int(h), int(w)) for t, h, w in grids.tolist()]
         if patches.dtype != torch.uint8 and self.kept == TOKENS:
             return self._unfolded(patches, grids)
-        x_PW = self.tower(patches, shapes) if patches.dtype == torch.uint8 else patches
+        run_tower = self.run_tower or self.tower
+        x_PW = run_tower(patches, shapes) if patches.dtype == torch.uint8 else patches
         result: torch.Tensor = self.resampler(x_PW, shapes)
         return result
 
@@ -125,7 +127,7 @@ class SeeingDecoder(Decoder):
     ) -> torch.Tensor:  # fmt: skip
         """Documents with pictures and those of text only have losses of their own in the record; where a batch has
         both, the head takes them one after the other."""
-        with_pictures = None if more is None or more.trained is None else more.beside_pictures
+        with_pictures = None if more is None or more.trained is None else more.picture_labels
         if with_pictures is None or ctx.record is None:
             return super().answers_loss(h_BLH, labels, ignore, chunk, scale, ctx, more)
         counts = {LOSS_PICTURES: with_pictures, LOSS_TEXT: more.trained - with_pictures}

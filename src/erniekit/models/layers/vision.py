@@ -141,13 +141,21 @@ class VisionTower(nn.Module):
 
     def forward(self, patches: torch.Tensor, grids: list[tuple[int, int, int]]) -> torch.Tensor:
         """patches uint8 [P, C * p * p], channel first; grids: (t, h, w) in patches of each -> [P, W]."""
+        apart = tuple(t * h * w for t, h, w in grids) if self.alone else ()
+        return self.through_blocks(self.normalised(patches), self.chunks_of(grids, patches.device), apart)
+
+    def chunks_of(self, grids: list[tuple[int, int, int]], device: torch.device) -> list[tuple[slice, Frames]]:
         v = self.shape
         sizes = [h * w for t, h, w in grids for _ in range(t)]
         begins = frozenset(accumulate(t for t, _, _ in grids[:-1])) if self.alone else frozenset()
-        frames = Frames.of(sizes, *frame_cos_sin(grids, v.merge, v.head_dim, v.theta, patches.device))
-        chunks = frames.chunks(self.chunk, begins) or [(slice(0, 0), frames)]
-        apart = tuple(t * h * w for t, h, w in grids) if self.alone else ()
-        x_PW = multiplied(self.patch, self.normalised(patches), apart)
+        frames = Frames.of(sizes, *frame_cos_sin(grids, v.merge, v.head_dim, v.theta, device))
+        return frames.chunks(self.chunk, begins) or [(slice(0, 0), frames)]
+
+    def through_blocks(
+        self, normalised: torch.Tensor, chunks: list[tuple[slice, Frames]], apart: tuple[int, ...] = ()
+    ) -> torch.Tensor:
+        """Launches only: nothing is copied from the host or waited for (parallel/recorded_tower.py records it)."""
+        x_PW = multiplied(self.patch, normalised, apart)
         for block in self.blocks:
             x_PW = block(x_PW, chunks)
         result: torch.Tensor = self.ln(x_PW)

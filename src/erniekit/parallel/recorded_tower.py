@@ -1,0 +1,62 @@
+"""A frozen vision tower replayed as CUDA graphs, one for each size of picture: its many short launches take the host
+longer than the device. Used by apply.py, where layers are recorded too (cuda_graphs.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from erniekit.devices.base import Device
+
+SEEN = 3  # pictures of a size before it is recorded: most sizes of a mixed data set come once
+MOST = 16  # sizes that are recorded; others are launched
+
+Grid = tuple[int, int, int]
+
+
+class Recording(NamedTuple):
+    rows: torch.Tensor  # [P, C * p * p], normalised: what is replayed reads here
+    features: torch.Tensor  # [P, W]: and writes here
+    replay: Callable[[], None]
+
+
+class RecordedTower:
+    """In place of a tower's forward. Each picture is computed by itself, as the tower does where features are kept."""
+
+    def __init__(self, tower: Any, device: Device) -> None:
+        self.tower, self.device = tower, device
+        self.recorded: dict[Grid, Recording] = {}
+        self.seen: Counter[Grid] = Counter()
+
+    def __call__(self, patches: torch.Tensor, grids: list[Grid]) -> torch.Tensor:
+        if not grids or any(param.requires_grad for param in self.tower.parameters()):
+            result: torch.Tensor = self.tower(patches, grids)
+            return result
+        with torch.no_grad():
+            rows = self.tower.normalised(patches).split([t * h * w for t, h, w in grids])
+            return torch.cat([self._features(part, grid) for part, grid in zip(rows, grids)])
+
+    def _features(self, rows: torch.Tensor, grid: Grid) -> torch.Tensor:
+        self.seen[grid] += 1
+        if grid not in self.recorded:
+            if self.seen[grid] < SEEN or len(self.recorded) == MOST:
+                result: torch.Tensor = self.tower.through_blocks(rows, self.tower.chunks_of([grid], rows.device))
+                return result
+            self.recorded[grid] = self._record(rows, grid)
+        found = self.recorded[grid]
+        found.rows.copy_(rows)
+        found.replay()
+        return found.features.clone()  # the next picture of this size is written there
+
+    def _record(self, rows: torch.Tensor, grid: Grid) -> Recording:
+        given, chunks = rows.clone(), self.tower.chunks_of([grid], rows.device)
+        features = torch.empty(len(rows), self.tower.shape.width, dtype=given.dtype, device=given.device)
+
+        def work() -> None:
+            features.copy_(self.tower.through_blocks(given, chunks))
+
+        return Recording(given, features, self.device.recorded(work))
