@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -128,8 +129,8 @@ class Job:
         self.folder.mkdir(parents=True, exist_ok=True)
         log = (self.folder / "log").open("ab")
         command = [sys.executable, "-m", "erniekit", "train", *words]
-        self.process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
         self.began = time.monotonic()
+        self.process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
         return self
 
     def ended(self) -> bool:
@@ -151,8 +152,7 @@ class Job:
         return metrics.read_text().count('"loss"') if metrics.is_file() else 0
 
     def losses(self) -> list[float]:
-        assert self.process is not None
-        while not self.ended():
+        while self.process is None or not self.ended():  # another thread starts it (`together`)
             time.sleep(0.1)
         assert self.process.returncode == 0, (self.folder / "log").read_text()[-3000:]
         lines = map(json.loads, (self.folder / "out" / "metrics.jsonl").read_text().splitlines())
@@ -188,20 +188,29 @@ def jobs(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dic
 
 @contextmanager
 def together(jobs: list[Job]) -> Iterator[None]:
-    """Runs them to their ends, as many ranks at a time as there are cores."""
-    waiting, running = list(jobs), list[Job]()
+    """Runs them to their ends in the order given, as many ranks at a time as there are cores: tests wait for their own
+    only, so that each is reported as soon as it is known."""
+    waiting, running, stop = list(jobs), list[Job](), threading.Event()
     room = max(4, os.cpu_count() or 4)
-    try:
-        while waiting or running:
-            running = [job for job in running if not job.ended()]
+
+    def run() -> None:
+        while (waiting or running) and not stop.is_set():
+            running[:] = [job for job in running if not job.ended()]
             if waiting and sum(job.ranks for job in running) + waiting[0].ranks <= room:
                 running.append(waiting.pop(0).start())
             else:
                 time.sleep(0.1)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
         yield
     finally:
+        stop.set()
+        thread.join()
         for job in running:
-            job.end()
+            if not job.ended():
+                job.end()
 
 
 def within(name: str) -> float:
@@ -221,6 +230,7 @@ def resumed(jobs: dict[str, Job], models: Path, tmp_path_factory: pytest.TempPat
     """The first layout's checkpoint under the second: to the end, and saved again at once."""
     folder, made = tmp_path_factory.mktemp("resumed"), dict[str, Job]()
     for first, second in RESHARDS:
+        jobs[first].losses()
         family, ranks, keys = LAYOUTS[second]
         point = {"resume_from_checkpoint": jobs[first].folder / "out" / "checkpoint-4", "override_resume": True}
         for name, more in (("on", {}), ("saved", {"max_steps": 4})):
