@@ -185,6 +185,7 @@ def _command(case: RealCase, folder: Path, more: Mapping[str, str]) -> dict[str,
         "first_step_s": first,
         "to_the_end_s": ended - last,
         "seconds": ended,
+        "start_seconds": json.loads((output / "run.json").read_text(encoding="utf-8")).get("start_seconds", {}),
         **rates(list(_records(output / "metrics.jsonl"))),
         "rows": [line.strip() for _, line in output_lines if line.startswith(("rows ", "note "))],
     }

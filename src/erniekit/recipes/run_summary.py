@@ -5,7 +5,7 @@ Called by training.py and doctor.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from erniekit.config import RunConfig
@@ -134,9 +134,11 @@ def describe(
     kernels: list[Choice],
     checks: Sequence[Check] = (),
     notes: Sequence[str] = (),
+    seconds: Mapping[str, float] | None = None,
 ) -> None:
-    """checks: what the doctor found. notes: beside the config's own."""
+    """checks: what the doctor found. notes: beside the config's own. seconds: of the parts of the preparation."""
     record.describe(
+        start_seconds=seconds,
         checks=[{"check": check.name, "found": check.text} for check in checks],
         config=[{"key": k, "value": v, "origin": cfg.origin(k)} for k, v in cfg.flat().items()],
         notes=[*(str(note) for note in cfg.notes), *notes, *broken.tracebacks()],

@@ -91,7 +91,7 @@ def train(
 
 
 def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: str, session: Session) -> RunResult:
-    started = time.perf_counter()
+    started, parts = time.perf_counter(), StartTimes()
     output = take_output(cfg, create=False)  # a missing model or a mistyped key leaves no folder behind
     plan = plan_run(cfg)
     cfg, world, folder, tokenizer = plan.config, plan.world, plan.folder, open_tokenizer(plan)
@@ -110,6 +110,7 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
     with held, Signals() as signals, trackers_for(cfg, output, record, session) as trackers, dog, ExitStack() as ends:
         dog.phase("prepare")
         signals.preparing = True
+        parts.end("plan")
         disks = resume.look_at_disks(output, world)
         point = resume.find(cfg, manager, world, disks, launch)
         data = stage.open_data(plan, tokenizer, output)
@@ -122,6 +123,7 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
         promise = resume.promises(cfg, data, folder, base if stage.needs_base(cfg) else None)
         same_run.check_content(cfg, promise, data.compared(), base, world)
         resume.check_promises(cfg, point, promise, data)
+        parts.end("data")
 
         built = build(plan, stage, base)
         optimizer = make_optimizer(cfg, built)
@@ -130,19 +132,22 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
         scales = fp8_training.scales_of(cfg, built, first)
         coverage = run_summary.show_coverage(built)
         prepare = stage.before_step(cfg, built, data)
+        parts.end("model")
         checks = []
         if cfg.train.doctor == "on":
             checks = doctor.before_training(stage, cfg, built, optimizer, data, tokenizer, first, prepare)
 
+        parts.end("checks")
         probe = stage.probe(cfg, built, first, tokenizer) if cfg.checkpoint.probe_tokens else None
         beside = stage.extra_files(cfg, data, tokenizer) if world.is_main else {}
         saver = saver_for(cfg, manager, built, optimizer, probe, disks, launch, scales, beside)
         state = resume.restore(cfg, saver, point, data, promise)
+        parts.end("probe and resume")
         notes = [prepare.summary] if isinstance(prepare, KeptFeatures) else []
         # Nothing is refused from here on.
         if world.is_main:
             write_recipe(output, cfg, command)
-        run_summary.describe(record, cfg, data, coverage, plan.device, kernels, checks, notes)
+        run_summary.describe(record, cfg, data, coverage, plan.device, kernels, checks, notes, parts.seconds)
         hooks = [dog, *hooks_for(stage, cfg, built, data, saver, trackers, prepare, session.hooks)]
         trainer = Trainer(
             step=step_for(cfg, built, optimizer, data, prepare),
@@ -170,6 +175,18 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
     record.finish("finished", result.metrics, result.next_commands)
     finish.print_result(output, result, trainer, plan)
     return result
+
+
+class StartTimes:
+    """Seconds of the parts of the preparation, one after the other."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def end(self, part: str) -> None:
+        now = time.perf_counter()
+        self.seconds[part], self._last = round(now - self._last, 2), now
 
 
 def checkpoints(cfg: RunConfig, output: Path) -> CheckpointManager:

@@ -65,9 +65,11 @@ class RunRecord(Tracker):
         coverage: Any = None,
         kernels: Sequence[Mapping[str, str]] | None = None,
         checks: Sequence[Mapping[str, str]] | None = None,
+        start_seconds: Mapping[str, float] | None = None,
         next_commands: Sequence[str] | None = None,
     ) -> None:
-        """Set what is given. `config`: {key, value, origin}; `notes`: text or {key, old, new, reason}."""
+        """Set what is given. `config`: {key, value, origin}; `notes`: text or {key, old, new, reason}; `start_seconds`:
+        of each part of the preparation."""
         given = dict(
             config=config,
             notes=notes,
@@ -76,6 +78,7 @@ class RunRecord(Tracker):
             coverage=coverage,
             kernels=kernels,
             checks=checks,
+            start_seconds=start_seconds,
             next_commands=next_commands,
         )
         self._record.update({name: plain(part) for name, part in given.items() if part is not None})

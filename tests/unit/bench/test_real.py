@@ -22,6 +22,9 @@ def test_a_command_is_run_and_timed_from_its_first_line_to_its_end(
     (result,) = json.loads((tmp_path / "real.json").read_text())["results"]
     assert result["steps"] == 4
     assert 0 < result["first_line_s"] <= result["first_step_s"] < result["seconds"]
+    parts = result["start_seconds"]
+    assert list(parts) == ["plan", "data", "model", "checks", "probe and resume"]
+    assert 0 < sum(parts.values()) < result["first_step_s"]
     assert 0 < result["to_the_end_s"] < result["seconds"] - result["first_step_s"]
     assert result["tokens_per_s"] > 0
     assert any("joined, padded to" in line for line in result["rows"])
