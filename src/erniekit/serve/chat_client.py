@@ -44,21 +44,21 @@ class Address:
         return f"{'https' if self.secure else 'http'}://{host}:{self.port}{self.path}"
 
 
-def is_address(word: str) -> bool:
+def is_address(text: str) -> bool:
     """http://host:port, with or without /v1, or host:port."""
-    return bool(re.match(r"https?://", word, re.IGNORECASE) or re.fullmatch(r"(\[[\da-fA-F:]+\]|[\w.-]+):\d+", word))
+    return bool(re.match(r"https?://", text, re.IGNORECASE) or re.fullmatch(r"(\[[\da-fA-F:]+\]|[\w.-]+):\d+", text))
 
 
-def address_of(word: str) -> Address:
+def address_of(text: str) -> Address:
     try:
-        parts = urlsplit(word if "://" in word else f"http://{word}")
+        parts = urlsplit(text if "://" in text else f"http://{text}")
         secure = parts.scheme.lower() == "https"
         port = parts.port or (443 if secure else 80)
         host = parts.hostname or ""
     except ValueError:
         host = ""
     if not host:
-        raise ConfigError(f"{word} is not a server's address", where="command line", fix="http://HOST:PORT")
+        raise ConfigError(f"{text} is not a server's address", where="command line", fix="http://HOST:PORT")
     if parts.username is not None:
         raise ConfigError(
             "a server's address holds a name or a password, which other users of this machine can read",
@@ -71,7 +71,7 @@ def address_of(word: str) -> Address:
 
 @dataclass
 class ChatAnswer:
-    """What was said so far. finish: stop, length, interrupt, or the server's own word for another end."""
+    """The answer so far. finish: stop, length, interrupt, or the server's own finish reason."""
 
     text: str = ""
     thought: str = ""
@@ -81,7 +81,7 @@ class ChatAnswer:
 
 @dataclass
 class Client:
-    """timeout: seconds without a word from the server. model: the one to ask for, once `choose_model` has run.
+    """timeout: seconds without data from the server. model: the one to request, once `choose_model` has run.
     place: what messages call the server; empty: its address."""
 
     address: Address
@@ -95,7 +95,7 @@ class Client:
         return self.place or self.address.url
 
     def choose_model(self, wanted: str | None = None) -> None:
-        """The first the server offers, or the one asked for by name."""
+        """The first the server offers, or the one requested by name."""
         try:
             with self._request("GET", "/models", None) as response:
                 page = json.loads(response.read(LINE_BYTES))
@@ -103,7 +103,7 @@ class Client:
         except NoAnswer as error:
             if error.status != 404:
                 raise
-            names = []  # servers without that page know `default`
+            names = []  # servers without that page accept `default`
         except (ValueError, TypeError, KeyError):
             raise NoAnswer(
                 "the program at that address is not an OpenAI-compatible server",
@@ -119,20 +119,20 @@ class Client:
     def answer(
         self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], into: ChatAnswer
     ) -> Generator[Delta, None, None]:
-        """Thoughts and words as they come, collected in `into`. Closing the iterator hangs up: the server stops too."""
+        """Reasoning and text as they come, collected in `into`. Closing the iterator disconnects: the server stops."""
         body = {"model": self.model, "messages": list(messages), **options}
         try:
             yield from self._answer(body, into)
         except NoAnswer as error:
-            if into.text or into.thought or "max_tokens" not in body or not _lacks_room(error):
+            if into.text or into.thought or "max_tokens" not in body or not _exceeds_context(error):
                 raise
             # Many servers refuse a longest answer for which the rest of the context is too short. It is a limit, not
-            # a wish for that many words: without it the context is the limit.
+            # a request for that many tokens: without it the context is the limit.
             yield from self._answer({name: value for name, value in body.items() if name != "max_tokens"}, into)
 
     def _answer(self, body: dict[str, Any], into: ChatAnswer) -> Iterator[Delta]:
         with self._request("POST", "/chat/completions", body) as response:
-            parser = OutputParser()  # servers that do not tell thoughts apart leave their tags in the text
+            parser = OutputParser()  # servers that do not separate reasoning leave its tags in the text
             events = self._events(response) if body.get("stream") else self._whole(response)
             for event in events:
                 for delta in _deltas(event, parser, into):
@@ -142,8 +142,8 @@ class Client:
 
     def _events(self, response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
         while line := response.readline(LINE_BYTES):
-            word, _, data = line.strip().partition(b":")
-            if word != b"data":
+            field, _, data = line.strip().partition(b":")
+            if field != b"data":
                 continue  # a comment that keeps the line open, or a field OpenAI does not use
             if data.strip() == b"[DONE]":
                 return
@@ -151,11 +151,11 @@ class Client:
             if event.get("error"):
                 self._refused(0, event)
             yield event
-        raise NoAnswer("the server closed the connection", where=self.where, fix="see the server's log, and ask again")
+        raise NoAnswer("the server closed the connection", where=self.where, fix="see the server's log, and retry")
 
     def _whole(self, response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
         event = self._read(response.read())
-        event.pop("usage", None)  # told unasked here; in a stream only to who asks for it
+        event.pop("usage", None)  # sent unrequested here; in a stream only on request
         for choice in event.get("choices") or ():
             choice["delta"] = choice.get("message") or {}
         yield event
@@ -184,14 +184,14 @@ class Client:
                 raise self._absent(error) from None
             try:
                 connection.request(method, self.address.path + path, data, headers)
-                # Closing the connection alone leaves the socket open: the response reads from its own file.
+                # Closing only the connection leaves the socket open: the response reads from its own file.
                 with closing(connection.getresponse()) as response:
                     if response.status != 200:
                         self._refused(response.status, self._error(response))
                     yield response
             except TimeoutError:
                 raise NoAnswer(
-                    f"the server said nothing for {self.timeout:g} s",
+                    f"the server sent nothing for {self.timeout:g} s",
                     where=self.where,
                     fix="raise request_timeout",
                 ) from None
@@ -199,7 +199,7 @@ class Client:
                 raise NoAnswer(
                     f"the connection broke: {error or type(error).__name__}",
                     where=self.where,
-                    fix="see whether the server still runs, and ask again",
+                    fix="see whether the server still runs, and retry",
                 ) from None
 
     def _absent(self, error: Exception) -> NoAnswer:
@@ -212,51 +212,51 @@ class Client:
 
     def _error(self, response: http.client.HTTPResponse) -> dict[str, Any]:
         try:
-            told = json.loads(response.read(LINE_BYTES))
+            reply = json.loads(response.read(LINE_BYTES))
         except (ValueError, RecursionError):
-            told = None
-        return told if isinstance(told, dict) else {}
+            reply = None
+        return reply if isinstance(reply, dict) else {}
 
-    def _refused(self, status: int, told: Mapping[str, Any]) -> NoReturn:
-        """In the server's own words: OpenAI's shape, or one of those seen elsewhere."""
-        error = told.get("error") or told
-        words = error.get("message") or error.get("detail") if isinstance(error, dict) else error
-        if ours := _THREE_LINES.fullmatch(str(words)[:2000]):
-            raise NoAnswer(ours[1], where=ours[2], fix=ours[3], status=status)
+    def _refused(self, status: int, reply: Mapping[str, Any]) -> NoReturn:
+        """The server's message: in OpenAI's format, or in one of those seen elsewhere."""
+        error = reply.get("error") or reply
+        message = error.get("message") or error.get("detail") if isinstance(error, dict) else error
+        if match := _THREE_LINES.fullmatch(str(message)[:2000]):
+            raise NoAnswer(match[1], where=match[2], fix=match[3], status=status)
         fixes = {
             401: "give the server's key: api_key_file=FILE, or ERNIEKIT_API_KEY",
             404: "check the URL and served_model_name",
-            429: "the server is busy: ask again",
+            429: "the server is busy: retry",
             405: "check the URL: no OpenAI-compatible server answers there",
             501: "check the URL: no OpenAI-compatible server answers there",
-            503: "the server is starting or stopping: ask again",
+            503: "the server is starting or stopping: retry",
         }
         fix = fixes.get(status, "change the key it names, or reset the conversation with 'clear'")
         if isinstance(error, dict) and error.get("code") == "context_length_exceeded":
             fix = "send less text, lower max_new_tokens, or reset the conversation with 'clear'"
-        text = " ".join(str(words or f"status {status}").split())[:500]
+        text = " ".join(str(message or f"status {status}").split())[:500]
         raise NoAnswer(f"the server refused: {text}", where=self.where, fix=fix, status=status)
 
 
-# An error of an erniekit server that has a place and a way out of its own.
+# An error of an erniekit server with its own place and fix.
 _THREE_LINES = re.compile(r"error: (.+)\nwhere: (.+)\nfix: +(.+)")
 
 
-def _lacks_room(error: NoAnswer) -> bool:
-    return error.status == 400 and any(word in error.what.lower() for word in ("context", "max_tokens", "too long"))
+def _exceeds_context(error: NoAnswer) -> bool:
+    return error.status == 400 and any(phrase in error.what.lower() for phrase in ("context", "max_tokens", "too long"))
 
 
 def _deltas(event: Mapping[str, Any], parser: OutputParser, into: ChatAnswer) -> Iterator[Delta]:
     into.usage = event.get("usage") or into.usage
     choices = event.get("choices") or [{}]
     choice = choices[0] if isinstance(choices, list) and isinstance(choices[0], dict) else {}
-    said = choice.get("delta")
-    said = said if isinstance(said, dict) else {}
-    thought = said.get("reasoning_content") or said.get("reasoning")
+    delta = choice.get("delta")
+    delta = delta if isinstance(delta, dict) else {}
+    thought = delta.get("reasoning_content") or delta.get("reasoning")
     if isinstance(thought, str) and thought:
         yield Delta("reasoning", thought)
-    if isinstance(said.get("content"), str):
-        yield from parser.add(said["content"])
+    if isinstance(delta.get("content"), str):
+        yield from parser.add(delta["content"])
     into.finish = choice.get("finish_reason") or into.finish
 
 

@@ -97,7 +97,7 @@ def test_a_wrong_answer_fails_the_demo(demo, tmp_path):
     class Honest:
         """transformers' own words, as the demo heard them: the logits of the true export, and its true answer."""
 
-        def ask(self, folder: Path, ids, prompt, ends, logits):
+        def query(self, folder: Path, ids, prompt, ends, logits):
             import torch
             from safetensors.torch import save_file
 
@@ -109,7 +109,7 @@ def test_a_wrong_answer_fails_the_demo(demo, tmp_path):
             said = tokenizer.encode_text("I am a tiny ERNIE, trained on this machine a moment ago.")
             return {"ids": said, "version": "5", "class": "x"}
 
-    with pytest.raises(ProofFailed, match="it says 'I am a tiny ERNIE, trained on this machine a moment ago"):
+    with pytest.raises(ProofFailed, match="is 'I am a tiny ERNIE, trained on this machine a moment ago"):
         recipe.in_transformers(root, Honest())
 
 

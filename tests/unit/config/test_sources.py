@@ -190,7 +190,7 @@ def test_a_flag_without_its_value_says_so():
 
 
 def test_a_word_that_is_nothing_known_is_refused():
-    assert "cannot tell" in error("banana").what
+    assert "cannot interpret" in error("banana").what
     assert "--max_steps" in error("max_steps").fix
     assert "program" in error("train.py").what
 

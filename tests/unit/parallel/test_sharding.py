@@ -118,7 +118,7 @@ def test_a_ranks_twin_is_the_first_that_holds_the_same(layout: Layout) -> None:
     for name in ("layers.1.mlp.experts.down.weight", "layers.1.mlp.experts.gate_up.lora.up_proj.B", "norm.weight"):
         boxes = [table.boxes(name, rank) for rank in range(layout.size)]
         for rank in range(layout.size):
-            twin = table.hf_model(name, rank)
+            twin = table.twin(name, rank)
             assert twin <= rank
             assert boxes[twin] == boxes[rank]
 

@@ -10,8 +10,9 @@ import pytest
 
 from erniekit.config import load
 from erniekit.recipes.preview import lines, preview
+from erniekit.webui.pages.data_preview import preview_html
 from erniekit.webui.paths import Roots
-from erniekit.webui.preview import PreviewMedium
+from erniekit.webui.preview import Preview, PreviewMedium, PreviewRow
 from erniekit.webui.preview import preview as page_preview
 from support.jsonl import write_jsonl
 from support.seeing import inline, picture, seeing_folder, user
@@ -61,13 +62,15 @@ def test_the_page_shows_them_too(root: Path) -> None:
     elsewhere = found.rows[1]
     assert [len(row.media) for row in found.rows] == [2, 0, 0]
     assert "outside the folders of the page" in elsewhere.problem
-    assert found.html.count("<img src=") == 2
-    assert found.html.count("<figcaption>") == 2
+    html = preview_html(found, 0, "en")
+    assert html.count("<img src=") == 2
+    assert html.count("<figcaption>") == 2
 
 
 def test_nothing_but_a_picture_gets_into_the_page() -> None:
     for bad in ('data:image/jpeg;base64,AA" onerror="x', "https://example.org/a.jpg", "data:text/html;base64,AAAA"):
-        shown = PreviewMedium("picture", "<b>a.png</b>", 4, (28, 28), 1, bad).html
+        medium = PreviewMedium("picture", "<b>a.png</b>", 4, (28, 28), 1, bad)
+        shown = preview_html(Preview((PreviewRow("f", 1, media=(medium,)),)), 0, "en")
         assert "<img" not in shown
         assert "<b>" not in shown
     assert json.dumps(bad) not in shown
