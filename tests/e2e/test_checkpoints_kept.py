@@ -159,6 +159,7 @@ def launched(train: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable:
     return go
 
 
+@pytest.mark.full
 def test_a_restart_of_a_run_that_starts_anew_goes_on_from_its_own_checkpoints(
     train: Callable, launched: Callable, crash_at: Callable, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -129,6 +129,7 @@ def test_kept_references_that_the_model_does_not_give_are_refused(prefer: Callab
     assert "delete" in caught.value.fix
 
 
+@pytest.mark.full
 def test_damaged_kept_references_are_computed_again(
     prefer: Callable, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -250,11 +251,9 @@ def whole_run(keys: dict[str, Any]) -> dict[str, float]:
     return erniekit.run("train", **keys).metrics
 
 
+@pytest.mark.full
 @pytest.mark.xdist_group("ranks")
-@pytest.mark.parametrize(
-    ("tuning", "reference"),
-    [("Full", "cached"), *(pytest.param(*k, marks=pytest.mark.full) for k in (KINDS[0], KINDS[2]))],
-)
+@pytest.mark.parametrize(("tuning", "reference"), [("Full", "cached"), KINDS[0], KINDS[2]])
 def test_two_ranks_with_sharded_weights_give_the_run_of_one(
     tuning: str, reference: str, ranks: Ranks, prefer: Callable, tiny_model: Path, pairs: Path, tmp_path: Path
 ) -> None:
