@@ -86,7 +86,12 @@ def _lives(pid: int) -> bool:
 
 
 def test_it_is_started_with_our_keys_followed_and_ended_with_all_its_children(model, note):
-    server = Program(model, "engine=vllm", "port=0", "max_model_len=100", env={"ERNIEKIT_API_KEY": "secret"})
+    for attempt in range(3):  # another program may take the free port before the engine does
+        server = Program(model, "engine=vllm", "port=0", "max_model_len=100", env={"ERNIEKIT_API_KEY": "secret"})
+        until(lambda: "ready: " in server.text or server.process.poll() is not None, 120)
+        if "Address already in use" not in server.text:
+            break
+        server.close()
     try:
         url = server.ready()
         assert httpx.get(url + "/health").status_code == 200
