@@ -12,7 +12,7 @@ from erniekit.config.files import FileEntry, read_file
 from erniekit.errors import ConfigError
 
 BASE = "base"
-LONGEST = 16  # files in a chain of bases: nobody can follow a longer one
+LONGEST = 16  # files in a chain of bases; a longer one is taken for a mistake
 
 Recipe = tuple[str, Mapping[str, FileEntry]]  # the file's name, and its keys without `base`
 

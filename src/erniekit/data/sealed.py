@@ -81,8 +81,8 @@ def is_sealed(folder: Path) -> bool:
 
 
 def clear(folder: Path, names: Iterable[str]) -> None:
-    """Make room for a new folder: the files of these names go. With anything else in it, which somebody else put there,
-    the folder is renamed and stays. OSError for a link in its place."""
+    """Remove a cache folder, so that a new one can be created: its files of these names are deleted. If it also holds
+    files that erniekit did not write, the folder is renamed and kept. OSError if the folder is a symbolic link."""
     if folder.is_symlink():
         raise OSError(errno.ELOOP, "a link stands in the place of a cache folder", str(folder))
     for path in (folder / name for name in names):

@@ -19,7 +19,15 @@ KINDS = 2  # of batches of one length that are recorded: rows of one document an
 SHARES = 16  # of a batch: to so many parts the counts of its text and vision tokens are rounded up
 LAUNCHED = 2  # steps of a large model before it is recorded: they measure what its activations and its optimiser take
 GIB = 1024**3
-GIVEN = ("cos", "sin", "cu_seqlens", "real", "packs", "members", "modality")  # of a Context: in every batch anew
+PER_BATCH = (
+    "cos",
+    "sin",
+    "cu_seqlens",
+    "real",
+    "packs",
+    "members",
+    "modality",
+)  # of Context: inputs of a replay
 
 
 class Graphed(NamedTuple):
@@ -135,9 +143,7 @@ class _Stack(nn.Module):
     def __init__(self, layers: nn.ModuleList, ctx: Any) -> None:
         super().__init__()
         self.layers = layers
-        self.like = ctx._replace(
-            cos=None, sin=None, cu_seqlens=None, real=None, packs=None, members=None, modality=None
-        )
+        self.like = ctx._replace(**dict.fromkeys(PER_BATCH))
         self.writes_records, self.packed, self.padded = (
             ctx.record is not None,
             ctx.packs is not None,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -33,12 +34,17 @@ class RecordedTower:
         self.seen: Counter[Grid] = Counter()
 
     def __call__(self, patches: torch.Tensor, grids: list[Grid]) -> torch.Tensor:
-        if not grids or any(param.requires_grad for param in self.tower.parameters()):
+        if not grids or not self.frozen:
             result: torch.Tensor = self.tower(patches, grids)
             return result
         with torch.no_grad():
             rows = self.tower.normalised(patches).split([t * h * w for t, h, w in grids])
             return torch.cat([self._features(part, grid) for part, grid in zip(rows, grids)])
+
+    @cached_property
+    def frozen(self) -> bool:
+        """Looked up once, when the first batch comes: which weights train is settled by then."""
+        return not any(param.requires_grad for param in self.tower.parameters())
 
     def _features(self, rows: torch.Tensor, grid: Grid) -> torch.Tensor:
         self.seen[grid] += 1

@@ -74,9 +74,7 @@ def _source(
     found: Sequence[tuple[DatasetFile, str | None]],
     rows: DataRows | None,
 ) -> StreamSource:
-    d = cfg.data
     paths, format = [str(file.path) for file, _ in found], found[0][1]
-
     rules = row_rules(cfg, rows)
 
     def job_of(path: str) -> TokeniseJob:
@@ -84,13 +82,22 @@ def _source(
 
     versions = file_versions(paths)
     fingerprint = stream_fingerprint(versions, partial(cache_key, job_of(paths[0])))
+    kind = StreamSource if rules.pairs is None else PairStream
+    name, store, listed = stream_places(cfg, output, number, paths, fingerprint)
+    return kind(name, paths, job_of, fingerprint, store, cfg.data.max_bad_fraction, versions, listed)
+
+
+def stream_places(
+    cfg: RunConfig, output: Path, number: int, paths: Sequence[str], fingerprint: str
+) -> tuple[str, StreamStore, Path]:
+    """Of entry `number` of train_dataset_path: its name in messages, where its samples are stored, and where bad rows
+    are listed."""
+    d = cfg.data
     # A run's own: another would have to wait until this one reads on.
     own = hashlib.blake2b(f"{output.absolute()}\n{number}".encode(), digest_size=8).hexdigest()
     folder = Path(d.cache_dir or default_cache_dir()).expanduser() / "streams" / f"{fingerprint}-{own}"
     name = paths[0] if len(paths) == 1 else d.train_dataset_path[number]
-    listed, store = output / "bad_rows.jsonl", StreamStore(folder)
-    kind = StreamSource if rules.pairs is None else PairStream
-    return kind(name, paths, job_of, fingerprint, store, d.max_bad_fraction, versions, listed)
+    return name, StreamStore(folder), output / "bad_rows.jsonl"
 
 
 def report_read_rows(data: TrainData, output: Path) -> bool:

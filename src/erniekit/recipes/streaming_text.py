@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -12,13 +11,12 @@ from typing import Any
 from erniekit.config import RunConfig
 from erniekit.data.formats.columns import as_columns
 from erniekit.data.stream_source import file_versions, stream_fingerprint
-from erniekit.data.stream_store import StreamStore
 from erniekit.data.stream_text import StreamRows, StreamRowStream, StreamTextJob, TextStream
 from erniekit.data.tokenizer import Tokenizer
-from erniekit.files.cache_folder import default_cache_dir
 from erniekit.recipes.dataset_files import dataset_files
 from erniekit.recipes.datasets import need_training_data
 from erniekit.recipes.run_plan import RunPlan
+from erniekit.recipes.streaming import stream_places
 
 
 @dataclass(frozen=True)
@@ -66,16 +64,12 @@ def open_streamed_text(plan: RunPlan, tokenizer: Tokenizer, output: Path) -> Str
 
 def _source(cfg: RunConfig, tokenizer: Tokenizer, output: Path, number: int, paths: Sequence[str]) -> TextStream:
     """Of an entry of train_dataset_path: the files of a folder or a pattern follow each other by name."""
-    d = cfg.data
-    columns: dict[str, Any] = dict(as_columns(d.columns, cfg.origin("columns")))
+    columns: dict[str, Any] = dict(as_columns(cfg.data.columns, cfg.origin("columns")))
 
     def job_of(path: str) -> StreamTextJob:
         return StreamTextJob.of(path, tokenizer, columns.get("text", "text"))
 
     versions = file_versions(paths)
     fingerprint = stream_fingerprint(versions, job_of(paths[0]).key)
-    own = hashlib.blake2b(f"{output.absolute()}\n{number}".encode(), digest_size=8).hexdigest()  # as streaming.py
-    folder = Path(d.cache_dir or default_cache_dir()).expanduser() / "streams" / f"{fingerprint}-{own}"
-    name = paths[0] if len(paths) == 1 else d.train_dataset_path[number]
-    listed = output / "bad_rows.jsonl"
-    return TextStream(name, paths, job_of, fingerprint, StreamStore(folder), d.max_bad_fraction, versions, listed)
+    name, store, listed = stream_places(cfg, output, number, paths, fingerprint)
+    return TextStream(name, paths, job_of, fingerprint, store, cfg.data.max_bad_fraction, versions, listed)

@@ -139,8 +139,8 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
 
         parts.end("checks")
         probe = stage.probe(cfg, built, first, tokenizer) if cfg.checkpoint.probe_tokens else None
-        beside = stage.extra_files(cfg, data, tokenizer) if world.is_main else {}
-        saver = saver_for(cfg, manager, built, optimizer, probe, disks, launch, scales, beside)
+        extra_files = stage.extra_files(cfg, data, tokenizer) if world.is_main else {}
+        saver = saver_for(cfg, manager, built, optimizer, probe, disks, launch, scales, extra_files)
         state = resume.restore(cfg, saver, point, data, promise)
         parts.end("probe and resume")
         notes = [prepare.summary] if isinstance(prepare, KeptFeatures) else []
@@ -233,7 +233,7 @@ def saver_for(
     disks: resume.Disks,
     launch: str = "",
     scales: StaticScales | None = None,
-    beside: Mapping[str, bytes] | None = None,
+    extra_files: Mapping[str, bytes] | None = None,
 ) -> Saver:
     words = set(cfg.checkpoint.unified_checkpoint_config)
     return Saver(
@@ -256,7 +256,7 @@ def saver_for(
         launch=launch,
         scales=scales,
         clear_scales=cfg.quant.fp8_force_clear_state,
-        extra_files=beside,
+        extra_files=extra_files,
         model_files=built.model_files(),
     )
 
