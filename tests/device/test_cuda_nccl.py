@@ -49,6 +49,13 @@ def sharded(level: int, **more: Any) -> dict[str, Any]:
 
 # family, ranks, keys; every one is compared with the same on one rank, without the keys of the layout.
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    # Packed bytes are gathered next to 16-bit weights.
+    "bf16 LoRA over wint4/8, stage3": (
+        "ernie4_5_moe", 2, sharded(3, compute_type="bf16", fine_tuning="LoRA", frozen_base="wint4/8"),
+    ),
+    "bf16 LoRA over fp8, stage3": (
+        "ernie4_5_moe", 2, sharded(3, compute_type="bf16", fine_tuning="LoRA", frozen_base="fp8"),
+    ),
     "dp2": ("ernie4_5", 2, {}),
     "dp4": ("ernie4_5", 4, {}),
     "stage1": ("ernie4_5", 2, sharded(1)),

@@ -159,8 +159,9 @@ class Device:
         raise NotImplementedError
 
     def recorded(self, work: Callable[[], None]) -> Callable[[], None]:
-        """`work` is run, and recorded: calls of the result launch the same on the same tensors, at once. What it leaves
-        in tensors of its own is good until the next call of anything recorded here."""
+        """`work` is run, and recorded: calls of the result launch the same on the same tensors, at once; the result
+        keeps those that `work` names. What it leaves in tensors of its own is good until the next call of anything
+        recorded here."""
         raise NotImplementedError
 
     # --- memory, in bytes ---

@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -101,7 +101,8 @@ class CudaDevice(Device):
         # One pool of memory for all: replayed one after the other, none needs what another left.
         with torch.cuda.graph(graph, pool=_graph_pool(), capture_error_mode="thread_local"):
             work()
-        return graph.replay
+        # With `work` live the tensors that it names: what is replayed reads them where they were.
+        return partial(_replay, graph, work)
 
     def free_memory(self) -> tuple[int, int]:
         return torch.cuda.mem_get_info()
@@ -140,6 +141,11 @@ class CudaDevice(Device):
 @cache
 def _graph_pool() -> Any:
     return torch.cuda.graph_pool_handle()
+
+
+def _replay(graph: Any, work: Callable[[], None]) -> None:
+    """work: what was recorded, for its tensors only."""
+    graph.replay()
 
 
 class CudaLikeDevice(CudaDevice):

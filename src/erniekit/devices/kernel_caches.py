@@ -12,8 +12,7 @@ from pathlib import Path
 
 from erniekit.files.cache_folder import default_cache_dir
 
-# Variable -> folder. FlashAttention-4 keeps nothing unless FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED is 1, which has not
-# been tried on a card by us.
+# Variable -> folder.
 FOLDERS = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",
@@ -21,6 +20,10 @@ FOLDERS = {
     "QUACK_CACHE_DIR": "quack",
     "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash4",
 }
+
+
+# FlashAttention-4 keeps nothing unless this is 1.
+FLASH4 = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 
 
 def keep_kernels() -> None:
@@ -44,7 +47,8 @@ def variables(env: Mapping[str, str]) -> dict[str, str]:
         return {}
     if not os.access(root, os.W_OK | os.X_OK):
         return {}
-    return {name: str(root / subfolder) for name, subfolder in missing.items()}
+    found = {name: str(root / subfolder) for name, subfolder in missing.items()}
+    return found if FLASH4 in env else {**found, FLASH4: "1"}
 
 
 def folder() -> Path:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from erniekit.parallel.mesh import World
+from erniekit.parallel.packed_bytes import NAME as PACKED_BYTES
 
 
 def shard_options(world: World, compute: torch.dtype, offload: bool = False) -> dict[str, Any]:
@@ -40,6 +41,7 @@ def apply_fsdp(parts: list[nn.Module], world: World, compute: torch.dtype, offlo
         return 1
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    _gather_uncast(PACKED_BYTES)
     options = shard_options(world, compute, offload)
     again = layout.sharding_stage == 3
     dealt: dict[str, Any] = {**options, "mesh": world.copies_mesh()} if layout.experts_over_data else {}
@@ -62,6 +64,24 @@ def apply_fsdp(parts: list[nn.Module], world: World, compute: torch.dtype, offlo
             fully_shard(ahead, reshard_after_forward=again, **options)
         fully_shard(part, reshard_after_forward=False, **options)
     return layout.dp * layout.fsdp * layout.cp
+
+
+def _gather_uncast(name: str) -> None:
+    """Parameters of this name are gathered in their own dtype, whatever the others of their group are cast to: torch
+    has no way to say so."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    plain = FSDPParam.init_dtype_attrs
+    if hasattr(plain, "uncast"):
+        return
+
+    def init_dtype_attrs(param: Any, mp_policy: Any) -> None:
+        plain(param, mp_policy)
+        if param._module_info.param_name == name:
+            param.param_dtype = None
+
+    init_dtype_attrs.uncast = name  # type: ignore[attr-defined]
+    FSDPParam.init_dtype_attrs = init_dtype_attrs  # type: ignore[method-assign]
 
 
 def sync_gradients(parts: list[nn.Module], on: bool, world: World) -> None:

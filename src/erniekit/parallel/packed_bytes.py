@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+NAME = "packed_bytes"  # of the parameter that holds them, where ranks have pieces of it
 ALIGNED = 256  # where a tensor may begin
 
 

@@ -16,10 +16,13 @@ from torch import nn
 from erniekit.kernels.stored import kind_named
 from erniekit.kernels.stored.base import SLOTS
 from erniekit.parallel.gradients import local
-from erniekit.parallel.packed_bytes import PackedTensor, after, seen_in
+from erniekit.parallel.packed_bytes import NAME, PackedTensor, after, seen_in
 from erniekit.parallel.sharding import Sharding
 
-NAME = "packed_bytes"  # of the parameter
+# What the parameter is made of. fully_shard takes floating-point ones only (torch 2.11), and on a card copies those of
+# one 16-bit dtype through fp32 before it gathers them: two bytes that are a NaN would come out as another NaN.
+# Parameters of several dtypes it copies byte by byte, and fp32 alone unchanged.
+WORDS = torch.float32
 
 
 def is_packed_bytes(name: str) -> bool:
@@ -98,16 +101,14 @@ class _Unit:
             for slot, like in _packed_like(holder, compute, device).items():
                 self.tensors.append(PackedTensor(holder, f"packed_{slot}", size, like))
                 size = after(size, like)
-        # Of the dtype that weights are gathered in: fully_shard would cast any other to it.
-        self.count = -(-size // compute.itemsize)
-        data = torch.empty(self.count, dtype=compute, device="meta")
+        self.count = -(-size // WORDS.itemsize)
+        data = torch.empty(self.count, dtype=WORDS, device="meta")
         owner.register_parameter(NAME, nn.Parameter(data, requires_grad=False))
 
     def keep(self, holder: nn.Module, piece: tuple[int, int]) -> None:
-        """Of the holder's tensors the bytes in `piece`, which counts in numbers of the parameter."""
+        """Of the holder's tensors the bytes in `piece`, which counts in words of the parameter."""
         here = local(getattr(self.owner, NAME)).view(-1).view(torch.uint8)
-        each = getattr(self.owner, NAME).element_size()
-        first, last = piece[0] * each, piece[1] * each
+        first, last = piece[0] * WORDS.itemsize, piece[1] * WORDS.itemsize
         for tensor in [t for t in self.tensors if t.holder is holder]:
             value = getattr(holder, tensor.name)
             if value is None:  # a related kind does without it

@@ -138,17 +138,29 @@ class Measured:
     plan: RunPlan
 
 
-def measured(rehearsal: Rehearsal, rank: int, device: Device, steps: int = 3) -> Measured:
-    """The rank's own slice of model and step, for real, nothing sent. The first step is not counted: it compiles."""
+def unreported(line: str) -> None:
+    """Where the result is the only output."""
+
+
+def measured(
+    rehearsal: Rehearsal, rank: int, device: Device, steps: int = 3, report: Callable[[str], None] = unreported
+) -> Measured:
+    """The rank's own slice of model and step, for real, nothing sent. The first step is not counted: it compiles.
+    report: gets a line after each part that takes long."""
     with opened(rank, rehearsal.layout.size) as trace:
         device.reset_peak()
+        began = time.perf_counter()
         built, step = built_for(rehearsal, rank, device)
+        device.synchronise()
+        report(f"model    rank {rank}'s slice, built in {time.perf_counter() - began:.0f} s; its first step compiles")
         taken = []
-        for _ in range(steps + 1):
+        for number in range(steps + 1):
             began = time.perf_counter()
             one_step(built, step, rehearsal.micro_batches)
             device.synchronise()
             taken.append(time.perf_counter() - began)
+            if number == 0:
+                report(f"step     the first one took {taken[0]:.0f} s; {steps} more are measured")
         peak = device.peak_allocated() if device.counts_memory else 0
         return Measured(sorted(taken[1:])[len(taken[1:]) // 2], peak, trace, built.plan)
 

@@ -117,7 +117,7 @@ def _one_rank(job: Rehearsal, rank: int, quiet: bool) -> dict[str, Any]:
     from erniekit.devices.base import GIB
     from erniekit.planner.evaluate import largest
     from erniekit.recipes.plan_check import card_of, predicted
-    from erniekit.recipes.rehearsal import measured, plan_for
+    from erniekit.recipes.rehearsal import measured, plan_for, unreported
 
     if rank >= job.layout.size:
         raise ConfigError(
@@ -130,7 +130,7 @@ def _one_rank(job: Rehearsal, rank: int, quiet: bool) -> dict[str, Any]:
     if stage is not None and device.total_memory and planned > device.total_memory:
         raise _too_large(job, rank, device, f"{planned / GIB:.0f} GiB planned: {largest(stage)}")
     try:
-        found = measured(job, rank, device)
+        found = measured(job, rank, device, report=unreported if quiet else emit)
     except torch.OutOfMemoryError:
         reason = f"{device.peak_allocated() / GIB:.0f} GiB were allocated when it ran out, {planned / GIB:.0f} planned"
         raise _too_large(job, rank, device, reason) from None

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from erniekit.devices.kernel_caches import FOLDERS, variables
+from erniekit.devices.kernel_caches import FLASH4, FOLDERS, variables
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_every_compiler_gets_a_folder_of_the_user_that_is_named_by_version(cache: Path) -> None:
     found = variables({})
-    assert set(found) == set(FOLDERS)
+    assert set(found) == {*FOLDERS, FLASH4}
+    assert found[FLASH4] == "1", "without it FlashAttention-4 makes its kernels anew in every process"
     for name in FOLDERS:
         assert cache in Path(found[name]).parents
         assert torch.__version__ in found[name]
@@ -32,6 +33,7 @@ def test_variables_of_the_user_win() -> None:
     found = variables(own)
     assert not set(own) & set(found)
     assert "TRITON_CACHE_DIR" not in found, "torch puts it into its own folder, which is the user's"
+    assert FLASH4 not in variables({FLASH4: "0"})
     assert variables(dict.fromkeys(FOLDERS, "/mine")) == {}
 
 

@@ -72,6 +72,8 @@ def train(axes: dict[str, Any], base: str, dtype: torch.dtype, options: dict[str
     between = sum(t.nbytes for t in (*pieces, *buffers))
     for module in (m for part in engine.parts for m in part.modules() if hasattr(m, "unshard")):
         module.unshard()
+    gathered = [p.dtype for part in engine.parts for n, p in part.named_parameters() if is_packed_bytes(n)]
+    assert set(gathered) <= {torch.float32}, "16-bit numbers would not come through a card's copies"
     found = {}
     for name, holder in holders(engine).items():
         (box,) = sharding.boxes(f"{name}weight", rank)
