@@ -35,6 +35,7 @@ from erniekit.recipes.other_models import other_model_bytes
 USUAL_MFU = 0.4
 LAUNCHES = 2.3e-3  # seconds that the host needs for a compiled dense layer of a step, forward and backward
 EXPERT_LAUNCHES = 10e-3  # for one with experts: 277 to 308 ms for 28 of them
+TWO_BANKS_LAUNCHES = 13e-3  # of one with a bank for text and one for pictures
 
 
 def for_device(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -> RunConfig:
@@ -132,8 +133,6 @@ def _graph(cfg: RunConfig, device: Device, world: World, model: DecoderConfig, t
         why_not = "a graph's gradients are all complete at once, and update_in_backward lets each go"
     elif requested is None and model.mtp_layers:
         why_not = "with layers that predict further tokens only with cuda_graph: True"
-    elif requested is None and model.vision is not None:
-        why_not = "with pictures only with cuda_graph: True: it has not been measured"
     elif not cfg.model.compile:
         why_not = "layers are not compiled"
     elif cfg.memory.recompute or (model.moe is not None and cfg.moe.use_recompute_moe):
@@ -165,6 +164,8 @@ def launches_show(cfg: RunConfig, device: Device, model: DecoderConfig, tokens: 
     peak = max(device.peak_flops.values(), default=0.0)
     sparse = model.moe is not None  # a token meets few of its weights, and a frozen one has no gradient
     work, launches = token_flops(model, sparse and cfg.lora.lora), EXPERT_LAUNCHES if sparse else LAUNCHES
+    if sparse and model.vision is not None:
+        launches = TWO_BANKS_LAUNCHES
     return bool(peak) and work * tokens / (USUAL_MFU * peak) < launches * model.num_layers
 
 

@@ -204,8 +204,6 @@ def _why_not(cfg: RunConfig, built: Built, frozen: set[str]) -> str:
     """Empty: there is no reason against it."""
     if "tower" not in frozen:
         return "the tower is trained"
-    if cfg.model.cuda_graph:
-        return "cuda_graph is on"
     looking = [m for part in _vision_models(built) for name, m in part.named_modules() if part_of(name) in frozen]
     if any(isinstance(m, HoldsWeight) and (m.packed_shape is not None or m.rounding is not None) for m in looking):
         return "the tower's weights are rounded in this run"

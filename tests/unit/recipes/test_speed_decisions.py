@@ -13,7 +13,7 @@ from erniekit.config import load
 from erniekit.devices.base import Device
 from erniekit.devices.cpu import CpuDevice
 from erniekit.devices.cuda import CudaDevice
-from erniekit.models.config import DecoderConfig, MoEShape
+from erniekit.models.config import DecoderConfig, MoEShape, VisionShape
 from erniekit.parallel.mesh import Layout
 from erniekit.recipes.speed_decisions import for_device, for_lengths, layers_to_recompute
 
@@ -21,6 +21,7 @@ GIB = 1024**3
 SMALL = DecoderConfig("ernie_dense", 103424, 1024, 3072, 18, 16, 2, 128, 1e-5, 5e5, "pairs", True, 131072)
 MOE = MoEShape(experts=64, choices=6, width=1536, shared_width=3072, start=1, end=27)
 LARGE = replace(SMALL, hidden_size=2560, intermediate_size=12288, num_layers=28, num_heads=20, num_kv_heads=4, moe=MOE)
+SEEING = replace(LARGE, vision=VisionShape(depth=32, width=1280, heads=16, mlp_width=5120))
 ALONE: Any = SimpleNamespace(size=1, layout=Layout())
 
 
@@ -65,6 +66,7 @@ def test_layers_are_compiled_on_cards_with_rows_of_few_lengths_or_as_told(
         (["max_seq_len=8192"], SMALL, False),
         (["max_seq_len=8192", "fine_tuning=LoRA"], LARGE, True),
         (["max_seq_len=32768", "fine_tuning=LoRA"], LARGE, False),
+        (["max_seq_len=8192", "fine_tuning=LoRA", "stage=VL-SFT"], SEEING, True),
         (["max_seq_len=2048"], replace(LARGE, mtp_layers=1), False),
         (["max_seq_len=2048"], replace(LARGE, moe=replace(MOE, width=1532)), False),
         (["max_seq_len=2048", "cuda_graph=True", "use_recompute_moe=True"], LARGE, False),
