@@ -5,6 +5,7 @@ States are moved, never changed, so every number is the same; what changes is th
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from math import prod
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ import torch
 if TYPE_CHECKING:
     from erniekit.devices.base import Device, Event
 
+LEAVING = 1 << 30  # bytes that may be on their way to the host: their memory on the device is free when they are there
 BLOCK = 256 << 20  # bytes pinned at once; torch rounds each pinned block up to a power of two, so small ones waste
 _ALIGN = 512  # bytes
 
@@ -95,11 +97,14 @@ class Streamed(InHost):
         self._arriving, self._leaving = device.stream(), device.stream()
         self._coming: dict[int, tuple[torch.Tensor, Event]] = {}  # id of a kept state -> its copy, and when it is there
         self._left: set[int] = set()  # ids of states that were stored, and may still be on their way
+        self._sent: deque[tuple[Event, int]] = deque()  # when each of those will be there, and its bytes
+        self._sent_bytes = 0
 
     def expect(self, kept: Iterable[torch.Tensor]) -> None:
         for state in kept:
             if id(state) in self._coming:
                 continue
+            self._wait_for_room()
             if id(state) in self._left:  # the next step has come to it: all that left in the last one has arrived
                 self._arriving.wait_stream(self._leaving)
                 self._left.clear()
@@ -108,6 +113,13 @@ class Streamed(InHost):
                 here = self._brought(state)
                 arrived.record()
             self._coming[id(state)] = here, arrived
+
+    def _wait_for_room(self) -> None:
+        """The host is far ahead of the copies: without waiting, all states would be given memory at once."""
+        while self._sent_bytes > LEAVING:
+            sent, size = self._sent.popleft()
+            sent.synchronize()
+            self._sent_bytes -= size
 
     def _brought(self, state: torch.Tensor) -> torch.Tensor:
         return state.to(self.device.handle, non_blocking=True)
@@ -129,6 +141,10 @@ class Streamed(InHost):
         self._leaving.wait_stream(self.device.current_stream())
         with self.device.on_stream(self._leaving):
             self._send(value, kept)
+            sent = self.device.event()
+            sent.record()
+        self._sent.append((sent, value.nbytes))
+        self._sent_bytes += value.nbytes
         self.device.record_stream(value, self._leaving)
         self._left.add(id(kept))
         self._busy.add(value.device)
@@ -139,6 +155,8 @@ class Streamed(InHost):
         self.device.synchronise()
         self._busy.clear()
         self._left.clear()
+        self._sent.clear()
+        self._sent_bytes = 0
 
 
 AHEAD = {False: 4, True: 1}  # parameters whose states are on their way: offload_optim, tensorwise_offload_optimizer

@@ -14,6 +14,7 @@ from erniekit.devices.cpu import CpuDevice
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
 from erniekit.optim.in_backward import BackwardUpdates
+from erniekit.optim import offload
 from erniekit.optim.offload import InHost, OnDevice, Streamed, states_home
 from support.lazy_device import LazyDevice
 from support.optimizer_steps import steps_taken
@@ -188,6 +189,7 @@ class OnStreams(Streamed):
     def __init__(self, ahead: int) -> None:
         super().__init__(LazyDevice(), ahead)
         self.most = 0  # states on their way
+        self.leaving = self.most_leaving = 0
         self.early = self.fetched = 0
 
     def fetch(self, kept: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -202,7 +204,13 @@ class OnStreams(Streamed):
         return here
 
     def _send(self, value: torch.Tensor, kept: torch.Tensor) -> None:
-        self.device.now.add(lambda: kept.copy_(value))
+        self.leaving += 1
+        self.most_leaving = max(self.most_leaving, self.leaving)
+        self.device.now.add(lambda: self._arrive(value, kept))
+
+    def _arrive(self, value: torch.Tensor, kept: torch.Tensor) -> None:
+        self.leaving -= 1
+        kept.copy_(value)
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 4])
@@ -220,6 +228,21 @@ def test_states_on_streams_are_waited_for_and_change_no_bit(dtype: torch.dtype, 
     assert home.most <= each * max(1, ahead), "of few parameters at a time"
     # All but those of each group's first: weights and biases are two groups.
     assert home.early == (home.fetched - 4 * 2 * each if ahead else 0)
+
+
+@pytest.mark.parametrize(("room", "most"), [(0, 6), (1 << 30, 18)])
+def test_the_host_waits_for_states_that_leave_before_it_takes_memory_for_more(
+    room: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload, "LEAVING", room)
+    here, there = tiny(torch.bfloat16), tiny(torch.bfloat16)
+    plain, home = optimizer_of(here, None), OnStreams(1)
+    train(here, plain, range(2))
+    moved = optimizer_of(there, home)
+    train(there, moved, range(2))
+    moved.home.settle()
+    assert same_bits(outcome(here, plain), outcome(there, moved))
+    assert home.most_leaving == most, "three states each of two parameters, or of all six"
 
 
 def test_states_on_streams_come_ahead_of_updates_inside_backward_too() -> None:
