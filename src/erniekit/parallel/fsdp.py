@@ -81,7 +81,7 @@ def _gather_uncast(name: str) -> None:
             param.param_dtype = None
 
     init_dtype_attrs.uncast = name  # type: ignore[attr-defined]
-    FSDPParam.init_dtype_attrs = init_dtype_attrs  # type: ignore[method-assign]
+    FSDPParam.init_dtype_attrs = init_dtype_attrs  # type: ignore[method-assign, assignment]
 
 
 def sync_gradients(parts: list[nn.Module], on: bool, world: World) -> None:

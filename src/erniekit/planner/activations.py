@@ -32,6 +32,7 @@ class Kernels:
     fused: bool = True
     rank: int = 0  # of LoRA pairs; 0: none
     bytes: int = 2
+    rows_fp8: bool = False  # experts multiply rows rounded to fp8
 
 
 UNCUT = Cuts()
@@ -85,8 +86,11 @@ def working(c: DecoderConfig, sparse: bool, cuts: Cuts = UNCUT, kernels: Kernels
     if m is None or not sparse:
         mlp = kernels.bytes * (3 * c.intermediate_size / tp + 2 * H)
     else:
+        # Of a row: its output's gradient, its input formed again, the output that its weight's gradient takes, and the
+        # gradient that goes on; without our kernels two of them at a time, in fp8 two of one byte.
+        wide = 2.0 * H if kernels.rows_fp8 else (4.0 if kernels.fused else 2.0) * H * kernels.bytes
         rows = m.choices * cuts.rows
-        mlp = kernels.bytes * (rows * (3 * m.width / cuts.experts_cut + 2 * H) + 2 * H)
+        mlp = rows * (kernels.bytes * 3 * m.width / cuts.experts_cut + wide) + kernels.bytes * 2 * H
         mlp = max(mlp, kernels.bytes * (3 * m.shared_width / tp + 3 * H))
     attention = (4 + 2 * kernels.bytes) * c.num_heads / tp * c.head_dim + kernels.bytes * 2 * H
     return float(max(mlp, attention))

@@ -194,6 +194,7 @@ def held_of(
         unpacked=share.largest,
         buffers=buffers,
         away=away,
+        staged=blocks.staged(layout, numbers, first, last, micro_batches) if storing.optimiser_away else 0.0,
     ), share
 
 
@@ -212,7 +213,7 @@ def work_of(
         head_tokens=ceil(tokens * job.trained) if last else 0,
         vocabulary=ceil(job.model.outputs / layout.tp),
         cuts=cuts_of(layout),
-        kernels=Kernels(fused and job.compute == 2, job.rank, job.compute),
+        kernels=Kernels(fused and job.compute == 2, job.rank, job.compute, job.in_fp8("experts")),
         seeing=job.seeing / (layout.tp * layout.cp) if rank == 0 else 0.0,  # pictures are dealt out among those ranks
         compared=_compared(job, tokens) if last else 0.0,
     )

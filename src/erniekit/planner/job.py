@@ -8,6 +8,7 @@ from typing import Any
 from erniekit.models.config import DecoderConfig
 from erniekit.parallel.mesh import CONFIG_KEYS, Layout
 from erniekit.planner.static_bytes import Blocks
+from erniekit.weight_kinds import BF16, PLAIN, kinds_of, multiplied_in_fp8
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,15 @@ class Job:
     offload_optimiser: bool = False
     seeing: float = 0.0  # bytes that a vision tower and its resampler keep of a micro-batch
     schedule: str = "auto"  # of a pipeline
+    base: str = BF16  # what frozen weights are kept as, and what they are multiplied in
+    products: str = BF16
+
+    def stored(self, role: str) -> str:
+        """The kind of weights of a role."""
+        return kinds_of(self.base).get(role, PLAIN)
+
+    def in_fp8(self, role: str) -> bool:
+        return multiplied_in_fp8(self.base, self.products, role)
 
     @property
     def documents(self) -> float:

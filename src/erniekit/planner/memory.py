@@ -1,7 +1,7 @@
 """The most a rank of each pipeline stage holds at once, by what it is, from the moments of a step that may be the most.
 
-Moments: the loss (all activations, logits, no gradient yet), the first layer of backward, the last one (all gradients),
-the update. Called by search.py and recipes/memory_decisions.py.
+Moments: the loss (all activations, logits, no gradient yet), the first layer of backward, the first one that is
+computed again, the last one (all gradients), the update. Called by search.py and recipes/memory_decisions.py.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class Held:
     unpacked: float = 0.0  # the largest packed weight while it is multiplied by
     buffers: float = 0.0  # of collectives
     away: float = 0.0  # in host memory
+    staged: float = 0.0  # of states in host memory those that are on the device at once during the update
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,9 @@ class Kept:
     all: float  # from forward to backward, of all layers
     first: float  # of the first layer
     inside: float  # the most that backward of one layer takes besides what is kept
+    last_inside: float  # what backward of the last layer takes, where it begins
+    redone: float  # kept of the layers up to the last one that is computed again
+    done: float  # share of the layers after that one
 
 
 Moment = Callable[[DecoderConfig, Held, Work, Kept], Bytes]
@@ -113,24 +117,37 @@ def peak(c: DecoderConfig, held: Held, work: Work) -> float:
 
 def _fullest(c: DecoderConfig, held: Held, work: Work) -> tuple[Bytes, Moment]:
     kept_here = _kept(c, work)
-    found = ((moment(c, held, work, kept_here), moment) for moment in (_at_loss, _at_first, _at_last, _at_update))
+    found = ((moment(c, held, work, kept_here), moment) for moment in MOMENTS)
     return max(found, key=lambda item: item[0].total)
 
 
 def _kept(c: DecoderConfig, work: Work) -> Kept:
     """Like layers are counted once. A layer that is computed again has all of itself while backward is in it."""
     layers = list(zip(work.layers, work.again or ("",) * len(work.layers), strict=True))
-    each, inside = {}, 0.0
+    if not layers:
+        return Kept(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    each, inside = {}, {}
     for sparse, how in dict.fromkeys(layers):
         whole = kept(c, sparse, work.cuts, work.kernels)
         each[sparse, how] = part_kept(c, sparse, how, work.cuts, work.kernels) if how else whole
-        once = working(c, sparse, work.cuts, work.kernels)
+        inside[sparse, how] = working(c, sparse, work.cuts, work.kernels)
         if how == "full":
-            once += whole - start(c, work.cuts, work.kernels)
-        inside = max(inside, once)
-    total = sum(layers.count(kind) * size for kind, size in each.items())
-    first = each[layers[0]] if layers else 0.0
-    return Kept(total * work.tokens, first * work.tokens, inside * work.tokens)
+            inside[sparse, how] += whole - start(c, work.cuts, work.kernels)
+    redone = len(work.again) - work.again.count("")  # the first ones
+    ended = set(layers[redone:]) or {layers[-1]}
+    tokens = work.tokens
+    return Kept(
+        all=tokens * _sum(each, layers),
+        first=tokens * each[layers[0]],
+        inside=tokens * max(inside.values()),
+        last_inside=tokens * max([inside[kind] for kind in ended]),
+        redone=tokens * _sum(each, layers[:redone]),
+        done=1 - redone / len(layers),
+    )
+
+
+def _sum(each: dict[tuple[bool, str], float], layers: list[tuple[bool, str]]) -> float:
+    return sum([layers.count(kind) * size for kind, size in each.items()])
 
 
 def _base(held: Held, gradients: float, **more: float) -> Bytes:
@@ -160,7 +177,17 @@ def _at_loss(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> Bytes:
 def _at_first(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> Bytes:
     before = held.gradients if held.from_start else 0.0
     hidden = c.hidden_size * work.kernels.bytes * work.tokens
-    activations = work.in_flight * (layers.all + work.seeing) + hidden + layers.inside
+    activations = work.in_flight * (layers.all + work.seeing) + hidden + layers.last_inside
+    gradients = before + held.layer_gradients + held.head_gradient / 2
+    return _base(held, gradients, activations=activations)
+
+
+def _at_first_again(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> Bytes:
+    """Where backward comes to the layers that are computed again: those after them keep nothing any more."""
+    before = held.gradients if held.from_start else held.gradients * layers.done
+    hidden = c.hidden_size * work.kernels.bytes * work.tokens
+    others = (work.in_flight - 1) * layers.all + work.in_flight * work.seeing
+    activations = others + layers.redone + hidden + layers.inside
     gradients = before + held.layer_gradients + held.head_gradient / 2
     return _base(held, gradients, activations=activations)
 
@@ -172,7 +199,10 @@ def _at_last(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> Bytes:
 
 
 def _at_update(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> Bytes:
-    return _base(held, held.gradients)
+    return replace(_base(held, held.gradients), optimiser=held.optimiser + held.staged)
+
+
+MOMENTS: tuple[Moment, ...] = (_at_loss, _at_first, _at_first_again, _at_last, _at_update)
 
 
 def fewest_recomputed(c: DecoderConfig, held: Held, work: Work, limit: float) -> int:

@@ -17,6 +17,9 @@ from erniekit.parallel.mesh import Layout
 from erniekit.parallel.sharding import FRONT, Sharding
 
 SMALLEST = 16  # columns of a block of 8-bit moments
+# Tensors whose states are on the device at once, of an optimiser in host memory: those that come or leave, and the one
+# that is updated (optim/offload.py). They follow each other, so that those of one layer are the most.
+STAGED = 5
 
 
 @dataclass(frozen=True)
@@ -50,20 +53,26 @@ class Share:
     largest: float = 0.0  # packed weight, unpacked
     trained: float = 0.0  # numbers, not bytes
     reduced: float = 0.0  # trained numbers before sharding
+    widest: tuple[float, ...] = ()  # states of the tensors that have the most, STAGED of them
 
     def __add__(self, other: Share) -> Share:
         return Share(
             self.weights + other.weights, self.master + other.master, self.moments + other.moments,
             self.gradients + other.gradients, self.formed + other.formed, self.gathered + other.gathered,
             max(self.largest, other.largest), self.trained + other.trained, self.reduced + other.reduced,
+            _most(self.widest + other.widest),
         )  # fmt: skip
 
     def times(self, count: float) -> Share:
         return Share(
             count * self.weights, count * self.master, count * self.moments, count * self.gradients,
             count * self.formed, count * self.gathered, self.largest if count else 0.0, count * self.trained,
-            count * self.reduced,
+            count * self.reduced, self.widest if count else (),
         )  # fmt: skip
+
+
+def _most(sizes: tuple[float, ...]) -> tuple[float, ...]:
+    return sizes if len(sizes) < 2 else tuple(sorted(sizes, reverse=True)[:STAGED])
 
 
 def of_tensor(sharding: Sharding, name: str, rank: int, storing: Storing, micro_batches: int = 1) -> Share:
@@ -84,15 +93,17 @@ def of_tensor(sharding: Sharding, name: str, rank: int, storing: Storing, micro_
     if not trained:
         return Share(weights=weights, gathered=gathered)
     master = 0.0 if wide else count * _master(storing, local)
+    moments = _moments(sharding, name, local, storing) + 4
     return Share(
         weights=weights,
         master=master,
-        moments=_moments(sharding, name, local, storing) + 4,
+        moments=moments,
         gradients=count * _gradient(layout, storing, wide, micro_batches),
         formed=before * (4 if wide and not sharded else storing.compute),
         gathered=gathered,
         trained=count,
         reduced=before,
+        widest=(master + moments,),
     )
 
 
@@ -217,6 +228,13 @@ class Blocks:
                     found = found + each["embed"]
             self._stages[key] = found
         return self._stages[key]
+
+    def staged(self, layout: Layout, numbers: Iterable[int], first: bool, last: bool, micro_batches: int) -> float:
+        """Bytes of states in host memory that are on a rank's device at once while it updates these layers."""
+        each = self.shares(layout, micro_batches)
+        kinds = {"sparse" if self.sparse[n] else "dense" for n in numbers}
+        blocks = kinds | ({"embed", "front"} if first else set()) | ({"last"} if last else set())
+        return max((sum(each[block].widest) for block in blocks), default=0.0)
 
     def largest_layer(self, layout: Layout, numbers: Iterable[int], micro_batches: int) -> Share:
         each = self.shares(layout, micro_batches)

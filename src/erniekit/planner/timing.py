@@ -21,6 +21,7 @@ from erniekit.parallel.mesh import Layout
 from erniekit.planner.cards import CardRates
 from erniekit.planner.job import Job
 from erniekit.planner.static_bytes import Share
+from erniekit.weight_kinds import BITS, PLAIN
 
 # Numbers read or written by the passes between products, both ways, per token: of width H, MLP width, heads; of a
 # choice's row: H and expert width.
@@ -28,6 +29,13 @@ OF_HIDDEN, OF_WIDTH, OF_HEADS = 20, 8, 4
 OF_ROW_HIDDEN, OF_ROW_WIDTH = 10, 12
 OF_LOGITS = 20  # fp32 numbers that a comparison with a teacher reads and writes for each logit: not fitted, counted
 FORWARD_SHARE = 0.4  # of that traffic
+# Of attention's time: backward has 2.5 times the products of forward, one of which no count of model FLOPs has, at a
+# lower rate.
+ATTENTION_FORWARD_SHARE = 0.25
+FP8_GAIN = 1.55  # rate of products in fp8 over bf16's
+SAME_INPUTS = ("k_proj", "v_proj", "up_proj")  # as the product before: rounded once
+ROUNDED_BYTES = 3  # read and written to round a number of a row to fp8
+UPDATE_8BIT = 0.5  # of the rate of other updates: with 8-bit moments arithmetic is the limit, not memory
 LOW_RANK = 1.2  # a linear with adapters, over the same without
 
 
@@ -68,24 +76,46 @@ class LayerTime:
 def layer_time(job: Job, sparse: bool, layout: Layout, tokens: int, rates: CardRates, links: Links) -> LayerTime:
     """Of one micro-batch; tokens: of this rank, its part of a sequence that context parallelism cuts."""
     c, tp = job.model, layout.tp
-    flops = {"dense": 0.0, "grouped": 0.0}
+    products = turned = unpacked = rounded = 0.0
     for product in layer_products(c, sparse):
-        kind = "grouped" if product.kind == "experts" else "dense"
+        experts = product.kind == "experts"
+        rate = rates.grouped if experts else rates.dense / (LOW_RANK if job.rank else 1.0)
+        if job.in_fp8(product.kind):
+            rate *= FP8_GAIN
+            inputs = 0 if product.name in SAME_INPUTS else product.inputs
+            rounded += ROUNDED_BYTES * product.met * (inputs + product.outputs) * tokens / tp
         # Experts too: cut inside, or dealt out so that as many rows come from other ranks as go there.
-        flops[kind] += FORWARD * product.weights_met * tokens / tp
-    low = LOW_RANK if job.rank else 1.0
-    products = flops["dense"] * low / rates.dense + flops["grouped"] / rates.grouped
+        products += FORWARD * product.weights_met * tokens / tp / rate
+        here = product.weights / (layout.expert_ranks if experts and layout.experts_over != "none" else tp)
+        once, twice = unpacking(job, product.kind)
+        turned, unpacked = turned + once * here / rates.update, unpacked + twice * here / rates.update
     back = (INPUT_GRADIENT + (0 if job.rank else WEIGHT_GRADIENT)) / FORWARD
     heads = c.num_heads * c.head_dim / tp
     attention = heads * tokens * job.documents / rates.attention_at(job.documents)
+    attention *= ATTENTION_FORWARD + ATTENTION_BACKWARD
     traffic = element_bytes(c, sparse, job.compute) * tokens / (tp if layout.sequence_parallel or tp == 1 else 1.0)
-    between = traffic / rates.elementwise
+    between = (traffic + rounded) / rates.elementwise
     wait = exchanges(job, sparse, layout, tokens, links)
     return LayerTime(
-        products + ATTENTION_FORWARD * attention + FORWARD_SHARE * between + wait,
-        products * back + ATTENTION_BACKWARD * attention + (1 - FORWARD_SHARE) * between + wait,
+        products + unpacked + ATTENTION_FORWARD_SHARE * attention + FORWARD_SHARE * between + wait,
+        products * back
+        + unpacked
+        + turned
+        + (1 - ATTENTION_FORWARD_SHARE) * attention
+        + (1 - FORWARD_SHARE) * between
+        + wait,
         rates.expert_launch if sparse else rates.layer_launch,
     )
+
+
+def unpacking(job: Job, role: str) -> tuple[float, float]:
+    """Bytes that a packed weight takes to be made ready for a product: (in backward only, each way)."""
+    kind = job.stored(role)
+    if kind == PLAIN or not job.rank:
+        return 0.0, 0.0
+    if kind == "fp8":
+        return 2.0, 0.0  # transposed
+    return 0.0, BITS.get(kind, 16.0) / 8 + (1 if job.in_fp8(role) else job.compute)
 
 
 def element_bytes(c: DecoderConfig, sparse: bool, each: int) -> float:
@@ -141,7 +171,8 @@ def update_time(share: Share, job: Job, rates: CardRates) -> float:
     """Every state read and written, the gradient read, the weight written."""
     states = share.master + share.moments
     away = 2 * states / rates.host if job.offload_optimiser else 0.0
-    return max(away, (2 * states + share.gradients + share.trained * job.compute) / rates.update)
+    rate = rates.update * (UPDATE_8BIT if job.blocks.storing.moments == "8bit" else 1.0)
+    return max(away, (2 * states + share.gradients + share.trained * job.compute) / rate)
 
 
 def sharing_time(job: Job, layout: Layout, share: Share, micro_batches: int, links: Links) -> tuple[float, float]:

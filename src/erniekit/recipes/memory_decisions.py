@@ -36,7 +36,7 @@ from erniekit.planner.activations import Kernels
 from erniekit.planner.memory import USABLE, Held, Work, fewest_recomputed, layers_of, recomputing, step_bytes
 from erniekit.recipes import trained_weights
 from erniekit.recipes.other_models import other_model_bytes
-from erniekit.weight_kinds import BF16
+from erniekit.weight_kinds import BF16, multiplied_in_fp8
 
 FULL = 0.95  # of it that a run with nothing but whole-layer recompute may fill
 HOST = 0.8  # of the host's memory that pinned states may take
@@ -90,7 +90,8 @@ def least_bytes(cfg: RunConfig, model: DecoderConfig) -> float:
     held = bytes_held(model, trained_share(cfg, model), *kept_bytes(cfg, model), base_of(cfg))
     held = replace(held, weights=held.weights + other_model_bytes(cfg, model))
     rank = cfg.lora.lora_rank if cfg.lora.lora else 0
-    work = bytes_worked(model, tokens, cfg.memory.loss_subbatch_seqlen, rank, vision_bytes(cfg, model, again=True))
+    vision = vision_bytes(cfg, model, again=True)
+    work = bytes_worked(model, tokens, cfg.memory.loss_subbatch_seqlen, rank, vision, rows_in_fp8(cfg))
     return step_bytes(model, held, recomputing(work, model.num_layers)).total
 
 
@@ -123,14 +124,16 @@ def bytes_held(model: DecoderConfig, trained: float, state: float, gradient: flo
     )
 
 
-def bytes_worked(model: DecoderConfig, tokens: int, rows: int, rank: int, vision: float = 0.0) -> Work:
+def bytes_worked(
+    model: DecoderConfig, tokens: int, rows: int, rank: int, vision: float = 0.0, rows_fp8: bool = False
+) -> Work:
     return Work(
         layers=layers_of(model),
         tokens=tokens,
         head_rows=rows,
         head_tokens=tokens,
         vocabulary=model.vocab_size,
-        kernels=Kernels(rank=rank),
+        kernels=Kernels(rank=rank, rows_fp8=rows_fp8),
         seeing=vision,
     )
 
@@ -232,6 +235,11 @@ def trained_share(cfg: RunConfig, model: DecoderConfig) -> float:
     return min(1.0, adapter_weights(model, cfg.lora.lora_rank) / parameters(model)) if cfg.lora.lora else 1.0
 
 
+def rows_in_fp8(cfg: RunConfig) -> bool:
+    """Whether experts multiply rows rounded to fp8."""
+    return multiplied_in_fp8(base_of(cfg), cfg.lora.frozen_products, "experts")
+
+
 def base_of(cfg: RunConfig) -> str:
     """What frozen weights are kept as."""
     return cfg.lora.frozen_base if cfg.lora.packed_base else BF16
@@ -248,9 +256,10 @@ def layers_to_recompute(
     base: str = BF16,
     rank: int = 0,
     vision: float = 0.0,
+    rows_fp8: bool = False,
 ) -> int:
     """The fewest layers that must be computed again for a step to fit in `limit` bytes. state, gradient: bytes of a
-    trained weight on the device. base: of frozen weights. rank: of adapters. seeing: bytes that tower and resampler
-    keep."""
+    trained weight on the device. base: of frozen weights. rank: of adapters. vision: bytes that tower and resampler
+    keep. rows_fp8: experts multiply rows rounded to fp8."""
     held = bytes_held(model, trained, state, gradient, base)
-    return fewest_recomputed(model, held, bytes_worked(model, tokens, rows, rank, vision), limit)
+    return fewest_recomputed(model, held, bytes_worked(model, tokens, rows, rank, vision, rows_fp8), limit)

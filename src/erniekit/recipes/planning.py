@@ -30,7 +30,7 @@ from erniekit.recipes.adapters import settings_of
 from erniekit.recipes.memory_decisions import vision_bytes
 from erniekit.recipes.other_models import known_config
 from erniekit.recipes.score_heads import expected_labels
-from erniekit.weight_kinds import BITS, PLAIN, kinds_of
+from erniekit.weight_kinds import BF16, BITS, PLAIN, kinds_of
 
 
 @dataclass(frozen=True)
@@ -159,6 +159,8 @@ def job_of(cfg: RunConfig, shape: ModelShape, packs: int, storing: Storing | Non
         offload_optimiser=storing.optimiser_away,
         seeing=vision_bytes(cfg, c, again=m.recompute and m.recompute_granularity in ("full", "auto")),
         schedule=cfg.parallel.pp_schedule,
+        base=cfg.lora.frozen_base if cfg.lora.packed_base else BF16,
+        products=cfg.lora.frozen_products if cfg.lora.packed_base else BF16,
     )
 
 
@@ -196,7 +198,9 @@ def levers(cfg: RunConfig, job: Job) -> list[Lever]:
                 sharding = job.blocks.sharding
                 table = _with_packed(sharding, set(bits))
                 blocks = Blocks(table, job.blocks.sparse, replace(storing, bits=bits))
-                out.append(Lever({"frozen_base": base}, replace(job, blocks=blocks), "frozen weights rounded"))
+                out.append(
+                    Lever({"frozen_base": base}, replace(job, blocks=blocks, base=base), "frozen weights rounded")
+                )
     if job.length > 1024:
         out.append(Lever({"max_seq_len": job.length // 2}, replace(job, length=job.length // 2), "rows half as long"))
     if job.rows > 1:

@@ -27,6 +27,7 @@ from erniekit.recipes.memory_decisions import (
     kept_bytes,
     layers_to_recompute,
     limit_of,
+    rows_in_fp8,
     trained_share,
     vision_bytes,
 )
@@ -188,6 +189,7 @@ def _recompute(cfg: RunConfig, device: Device, world: World, model: DecoderConfi
         base_of(cfg),
         cfg.lora.lora_rank if cfg.lora.lora else 0,
         vision_bytes(cfg, model, again=True),
+        rows_in_fp8(cfg),
     )
     kept = tuple(range(count, model.num_layers))
     reason = f"{count} of {model.num_layers} layers are computed again to stay in {limit / GIB:.0f} GiB"

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from erniekit.devices.cpu import CpuDevice
+from erniekit.optim import offload
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
 from erniekit.optim.in_backward import BackwardUpdates
-from erniekit.optim import offload
 from erniekit.optim.offload import InHost, OnDevice, Streamed, states_home
 from support.lazy_device import LazyDevice
 from support.optimizer_steps import steps_taken

@@ -166,8 +166,8 @@ def test_graphs_are_replayed_where_no_collective_is_inside_the_layers(axes: dict
 
 def test_less_memory_never_means_fewer_layers_computed_again() -> None:
     counts = [layers_to_recompute(LARGE, 32768, limit * GIB, 0.025, 2048) for limit in (60, 80, 100, 120, 400)]
-    assert counts == [28, 20, 13, 5, 0]
-    for state, known in ((12, [17, 15, 13, 7, 0]), (8, [16, 15, 13, 7, 0])):
+    assert counts == [28, 20, 12, 4, 0]
+    for state, known in ((12, [16, 14, 12, 6, 0]), (8, [15, 14, 12, 6, 0])):
         assert [
             layers_to_recompute(SMALL, 131072, gib * GIB, 1.0, 2048, state) for gib in (24, 32, 40, 64, 100)
         ] == known
