@@ -157,6 +157,8 @@ class Load:
     prefix_hits: int = 0  # those that were there
     evicted: int = 0  # sequences preempted for lack of blocks
     preempted: int = 0  # sequences put back in favour of other clients or requests
+    proposed: int = 0  # tokens of proposals that were verified (speculative decoding)
+    proposals_held: int = 0  # those of them that were accepted
     features: int = 0  # bytes of features of pictures that are kept
     looks: int = 0  # pictures and pairs of frames that were computed
     healthy: bool = True

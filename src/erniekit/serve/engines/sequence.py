@@ -31,6 +31,7 @@ class RunningSequence:
     features: FeatureReader | None = None  # of the pictures in its prompt
     matcher: TokenMatcher | None = None  # of its grammar
     pooled: PooledStates | None = None  # of a prompt whose pooled states are requested
+    proposals: list[int] = field(default_factory=list)  # tokens that may follow, not verified yet (speculation.py)
 
     @property
     def job(self) -> GenerationJob:
