@@ -81,6 +81,13 @@ class ServeSection:
         "exact = the model's own forward pass, as in training; slower.",
         choices=("auto", "exact"),
     )
+    num_speculative_tokens: int = key(
+        0,
+        "Tokens that the model's MTP layer proposes and one step verifies (embedded engine); the answers stay the "
+        "same. 0 = none.",
+        low=0,
+        high=8,
+    )
     use_warmup: int = key(0, "Generate once before the first request.")
     quantization: str | None = key(
         None,

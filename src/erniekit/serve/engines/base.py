@@ -164,6 +164,11 @@ class Load:
     healthy: bool = True
     reason: str = ""
 
+    @property
+    def acceptance(self) -> float:
+        """The share of proposed tokens that were accepted."""
+        return round(self.proposals_held / self.proposed, 6) if self.proposed else 0.0
+
 
 class InferenceEngine(Protocol):
     def submit(self, *jobs: GenerationJob) -> TokenStream:

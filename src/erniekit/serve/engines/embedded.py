@@ -262,7 +262,10 @@ class EmbeddedEngine(SequenceScheduler):
                     worked = True
                 if isinstance(outcome, LaunchedStep):
                     self._launched.append(outcome)
-                    behind += not self.limits.proposals  # how far a proposal held decides where the next step begins
+                    behind += 1
+                    if self.limits.proposals:  # how far one held decides where the next launch begins
+                        events += self._read(self._launched.popleft())
+                        behind = 0
                 else:
                     events += self._settle(part, outcome)
         while len(self._launched) > behind:

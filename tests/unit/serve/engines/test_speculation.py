@@ -38,20 +38,19 @@ def alone_ids(model: torch.nn.Module, prompt: list[int]) -> torch.Tensor:
     return torch.tensor([[*prompt, *alone(model, prompt, 16)]])
 
 
-def taught(model: torch.nn.Module, texts: list[torch.Tensor], steps: int = 40) -> torch.nn.Module:
+def taught(model: torch.nn.Module, texts: list[torch.Tensor], steps: int = 25) -> torch.nn.Module:
     """The rest of the model stays as it is: its answers do."""
     model.requires_grad_(False)
     layer: NextToken = model.mtp[0]
-    optimiser = torch.optim.Adam(layer.requires_grad_(True).parameters(), lr=3e-3)
+    optimiser = torch.optim.Adam(layer.requires_grad_(True).parameters(), lr=1e-2)
+    contexts = [model.context(torch.arange(ids.shape[1] - 2)[None]) for ids in texts]
+    hidden = [model.run_layers(model.embed_ids(ids[:, :-2]), context) for ids, context in zip(texts, contexts)]
     for _ in range(steps):
         loss = torch.zeros(())
-        for ids in texts:
-            context = model.context(torch.arange(ids.shape[1] - 2)[None])
-            with torch.no_grad():
-                hidden = model.run_layers(model.embed_ids(ids[:, :-2]), context)
-            states = model.norm(layer(model.embed_ids(ids[:, 1:-1]), hidden, context))
-            logits = model.output.logits(states, model.head_weight(), None)
-            loss = loss + torch.nn.functional.cross_entropy(logits[0], ids[0, 2:])
+        for ids, context, states in zip(texts, contexts, hidden):
+            ahead = model.norm(layer(model.embed_ids(ids[:, 1:-1]), states, context))[0, -15:]
+            logits = model.output.logits(ahead, model.head_weight(), None)
+            loss = loss + torch.nn.functional.cross_entropy(logits, ids[0, -15:])
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
@@ -95,3 +94,73 @@ def model_alone(model: torch.nn.Module) -> torch.nn.Module:
     made = type(model)(model.config)
     made.load_state_dict(model.state_dict())
     return made.eval()
+
+
+def test_an_answer_ends_inside_a_proposal_at_a_stop_token_or_at_its_limit(model, start: Start):
+    engine, prompt = start(), prompts(4)[1]
+    said = alone(model_alone(model), prompt)
+    assert answers(engine, [job(prompt, max_tokens=n) for n in range(1, 13)]) == [said[:n] for n in range(1, 13)]
+    expected = [said[: said.index(stop)] for stop in said]
+    assert answers(engine, [job(prompt, stop=[stop]) for stop in said]) == expected
+    whole = answers(engine, [job(prompt, stop=[stop], ignore_stop=True) for stop in said])
+    assert whole == [said] * len(said)
+    assert engine.load().proposals_held > 12, "proposals held nowhere"
+    assert len(answers(engine, [job([3] * 60, max_tokens=1000)])[0]) == LENGTH - 60, "the end of the context"
+
+
+def events(engine: EmbeddedEngine, jobs: list[GenerationJob]) -> list[list[Event]]:
+    async def one(asked: GenerationJob) -> list[Event]:
+        return [event async for _, event in engine.submit(asked)]
+
+    async def go() -> list[list[Event]]:
+        return list(await asyncio.gather(*map(one, jobs)))
+
+    return asyncio.run(asyncio.wait_for(go(), 120))
+
+
+def test_drawn_tokens_penalties_and_logprobs_are_those_without_proposals(start: Start):
+    wishes = [
+        {"temperature": 0.7, "seed": 1}, {"temperature": 1.0, "top_p": 0.6, "seed": 2}, {}, {"logprobs": 2},
+        {"repetition_penalty": 1.3}, {"frequency_penalty": 1.0, "temperature": 0.5, "seed": 3, "logprobs": 0},
+        {"min_tokens": 4, "stop": range(0, 1200)}, {"bias": ((7, 5.0),)},
+    ]  # fmt: skip
+    asked = prompts(4)
+    jobs = [job(asked[k % 4], **each) for k, each in enumerate(wishes)]
+    drawn = jobs[:3]  # without the others, recorded steps propose
+    for some in (drawn, jobs):
+        with_proposals, without = events(start(), some), events(start(proposals=0), some)
+        for mine, theirs in zip(with_proposals, without, strict=True):
+            assert [getattr(e, "id", e) for e in mine] == [getattr(e, "id", e) for e in theirs]
+            for one, other in zip(mine, theirs):
+                if isinstance(one, Token) and one.logprob is not None:
+                    assert isinstance(other, Token)
+                    # fp32 rounding: products over four tokens at once, or over one
+                    assert one.logprob == pytest.approx(other.logprob, abs=2e-5)
+                    assert [id for id, _ in one.top] == [id for id, _ in other.top]
+
+
+def test_sequences_that_are_put_back_say_the_same(model, start: Start):
+    engine, asked = start(blocks=20), prompts(8, seed=2)
+    plain = model_alone(model)
+    assert answers(engine, [job(p) for p in asked]) == [alone(plain, p) for p in asked]
+    assert engine.load().evicted > 0, "there was room for all"
+    assert engine.load().cache_used == 0
+
+
+def test_adapters_are_verified_by_their_own_model(moe: Found, model, start: Start, tmp_path: Path):
+    adapter = Found(moe.weights, make_adapter(moe.weights, tmp_path / "a", 1))
+    tree = with_adapter(model, adapter)
+    expected = {"m": model_alone(model), "a": adapter.build()}
+    engine = start(models={"m": model, "a": tree})
+    jobs = [job(p, name) for p in prompts(2) for name in ("m", "a")]
+    assert answers(engine, jobs) == [alone(expected[one.model], list(one.prompt)) for one in jobs]
+    assert engine.load().proposed > 0
+
+
+def test_a_model_that_gives_no_numbers_is_an_error_with_proposals_too(model, start: Start):
+    broken = model_alone(model)
+    with torch.no_grad():
+        broken.norm.weight.fill_(torch.nan)
+    end = events(start(models={"m": broken}), [job([3, 4])])[0][-1]
+    assert isinstance(end, Done)
+    assert end.reason == "error"
