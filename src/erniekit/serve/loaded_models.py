@@ -121,7 +121,13 @@ def load_models(cfg: RunConfig, entries: list[ModelEntry]) -> LoadedModels:
     kind = next(base.parameters()).dtype
     longest = context_length(s, weights.config, kind, hardware)
     limits = EngineLimits(
-        s.max_num_seqs, s.max_num_batched_tokens, longest, s.max_queue, s.vision_cache_bytes, proposals=proposals
+        s.max_num_seqs,
+        s.max_num_batched_tokens,
+        longest,
+        s.max_queue,
+        s.vision_cache_bytes,
+        exact=s.decoding == "exact",
+        proposals=proposals,
     )
     share, given = s.gpu_memory_utilization, s.max_model_len is not None
     cache = make_cache(weights.config, limits, s.block_size, kind, hardware, share, given)

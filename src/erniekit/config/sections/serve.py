@@ -78,7 +78,8 @@ class ServeSection:
     decoding: str = key(
         "auto",
         "Decoding of the embedded engine. auto = fixed-shape steps, recorded and replayed where the device can. "
-        "exact = the model's own forward pass, as in training; slower.",
+        "exact = the model's own forward pass; log-probabilities equal training's bit for bit, and come at the end of "
+        "an answer; slower.",
         choices=("auto", "exact"),
     )
     num_speculative_tokens: int = key(

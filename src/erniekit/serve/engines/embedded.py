@@ -33,6 +33,7 @@ from erniekit.serve.engines.base import (
     TokenStream,
 )
 from erniekit.serve.engines.delivery import SequenceEvent, deliver, put
+from erniekit.serve.engines.exact_logprobs import hold_back
 from erniekit.serve.engines.launched import LaunchedStep
 from erniekit.serve.engines.model_changes import ModelChanges
 from erniekit.serve.engines.outcome import take_states, take_tokens
@@ -380,7 +381,10 @@ class EmbeddedEngine(SequenceScheduler):
     def _take(self, run: RunningSequence, tokens: Sequence[Token | None]) -> list[SequenceEvent]:
         if len(run.ids) == len(run.job.prompt):
             self._keep(run)
-        return take_tokens(run, tokens, self.limits.length)
+        events = take_tokens(run, tokens, self.limits.length)
+        if self.limits.exact and run.job.sampling.logprobs is not None and run.job.vision is None:
+            return hold_back(self.models[run.job.model], run, events, tokens)
+        return events
 
 
 def _is_plain(run: RunningSequence, piece: SequencePiece) -> bool:

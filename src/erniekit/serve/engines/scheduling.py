@@ -30,6 +30,7 @@ class EngineLimits:
     queue: int = 64  # sequences that may wait
     feature_bytes: int = 512 << 20  # of pictures, kept in host memory
     burst: int = 4  # tokens of each sequence in one launch of recorded steps, while no prompt is read
+    exact: bool = False  # log-probabilities are those of training's forward pass, and come with the end of an answer
     proposals: int = 0  # tokens that the model's MTP layer proposes for each sequence and step; 0: none
 
 
