@@ -11,7 +11,6 @@ T tokens, R ranks of all adapters together, E experts, M models, r the highest r
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,6 +28,7 @@ from erniekit.kernels.stored import kind_of
 from erniekit.lora.layers import LoRAExperts, LoRALayer, LoRALinear, LoRARouter
 from erniekit.models.layers.moe import LocalExchange, MoE
 from erniekit.models.layers.router import Routing
+from erniekit.serve.shared_weights import same_tensors
 
 
 class AdapterRows:
@@ -148,8 +148,7 @@ def joined(models: Mapping[str, nn.Module], rows: AdapterRows) -> nn.Module | No
     base = next((model for model, tree in zip(models.values(), trees) if not tree), None)
     if base is None or not all(_joinable(base, name, layer) for tree in trees for name, layer in tree.items()):
         return None
-    kept = {id(t): t for t in (*base.parameters(), *base.buffers())}
-    made: nn.Module = copy.deepcopy(base, kept)
+    made = same_tensors(base)
     of_experts: dict[str, None] = {}
     for name in sorted({name for tree in trees for name in tree}):
         adapters = [tree.get(name) for tree in trees]
