@@ -121,7 +121,8 @@ class RecordedProposals:
         self, model: Any, slots: torch.Tensor, places: torch.Tensor, x: torch.Tensor, added: torch.Tensor
     ) -> None:
         """Of these slots [R], from the layer's state at `places`: a residual and what is added to it."""
-        tensors, proposed = self.tensors, []
+        tensors = self.tensors
+        proposed: list[torch.Tensor] = []
         for depth in range(self.k):
             if depth:
                 where = tensors.tokens_at(slots, places)
