@@ -37,7 +37,7 @@ _DEFAULT_LENGTH = 256
 AT_ONCE = 8  # answers that are generated together, at least
 
 
-class Generation(NamedTuple):
+class TaskGeneration(NamedTuple):
     """How a task wants its answers."""
 
     until: Sequence[str]
@@ -87,9 +87,9 @@ class Scorer:
         top_k: int = 0,
     ) -> str:
         """Up to the first of `until`; greedy at temperature 0."""
-        return self.generate_all([(context, Generation(until, max_tokens, temperature, top_p, top_k))])[0]
+        return self.generate_all([(context, TaskGeneration(until, max_tokens, temperature, top_p, top_k))])[0]
 
-    def generate_all(self, asked: Sequence[tuple[str, Generation]]) -> list[str]:
+    def generate_all(self, asked: Sequence[tuple[str, TaskGeneration]]) -> list[str]:
         """By the embedded engine, several at once; a seed's answers are the same in any batch."""
         from erniekit.serve.engines.base import GenerationJob, SamplingParams
         from erniekit.serve.text_engine import NAME, TextAnswer
@@ -277,7 +277,7 @@ def language_model(harness: Any, scorer: Scorer) -> Any:
 
         def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
             asked = [request.args for request in requests]
-            return scorer.generate_all([(context, Generation(**generation(how))) for context, how in asked])
+            return scorer.generate_all([(context, TaskGeneration(**generation(how))) for context, how in asked])
 
     return ErnieKitLM()
 

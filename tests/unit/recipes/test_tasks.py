@@ -18,7 +18,7 @@ from erniekit.cli.main import main
 from erniekit.demo.tiny import make_tiny_model
 from erniekit.errors import ConfigError
 from erniekit.recipes import tasks
-from erniekit.recipes.tasks import Generation, Scorer
+from erniekit.recipes.tasks import Scorer, TaskGeneration
 
 HARNESS = importlib.util.find_spec("lm_eval") is not None
 PAIRS = [("The cat", " sat on the mat."), ("", "A tale"), ("Blanks at the seam  ", "belong to the answer"), ("x", "")]
@@ -111,7 +111,11 @@ def test_no_token_is_generated_after_a_stop_word(loaded):
 
 def test_answers_to_several_questions_are_computed_together_and_are_those_of_each_alone(loaded):
     together, alone = Scorer(*loaded, max_length=64, seed=3), Scorer(*loaded, max_length=64, seed=3)
-    asked = [("The cat", Generation([], 8)), ("A tale of two", Generation([], 5)), ("Emil", Generation(["a"], 12))]
+    asked = [
+        ("The cat", TaskGeneration([], 8)),
+        ("A tale of two", TaskGeneration([], 5)),
+        ("Emil", TaskGeneration(["a"], 12)),
+    ]
     drawn = [(text, how._replace(temperature=1.5)) for text, how in asked]
     try:
         assert together.generate_all(asked) == [alone.generate(text, *how) for text, how in asked]

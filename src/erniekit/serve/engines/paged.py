@@ -57,6 +57,10 @@ class PagedCache:
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
 
+    def __deepcopy__(self, memo: dict[int, object]) -> PagedCache:
+        """Itself: copies of a model's modules (adapter_batch.py) use the same pool, which is most of the memory."""
+        return self
+
     def blocks_for(self, length: int) -> int:
         return -(-length // self.size)
 

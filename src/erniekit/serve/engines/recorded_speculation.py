@@ -99,7 +99,7 @@ class RecordedProposals:
         where = tensors.tokens_at(slots, places)
         turns = tensors.turns(where.places)
         adapters.of = state.models.there.index_select(0, slots)
-        # Each token for itself, as in a plain step: the same kernels, and so the same bits.
+        # Attention of each token for itself, by the kernel of a plain step.
         x, added = run_flat(model, model.embed_ids(ids), where, turns, tensors.cache, None)
         drawn = tensors.drawn(logits_of(model, x, added), slots, places + 1).view(size, k + 1)
         held = (drawn[:, :k] == proposed).long().cumprod(1).sum(1)  # tokens of each proposal that hold

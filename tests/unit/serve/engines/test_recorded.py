@@ -129,6 +129,7 @@ def test_adapters_of_one_base_answer_side_by_side_as_each_merged(small: Found, t
         generated = answers(engine, asked)
     finally:
         engine.stop()
+    assert engine.recorded.models[""].layers[0].attn.inner.cache is engine.cache, "the pool was copied"
     merged = {"base": small.build()} | {n: fold(Found(small.weights, f).build()) for n, f in folders.items()}
     assert generated == [alone(merged[one.model], list(one.prompt)) for one in asked]
     assert len({tuple(s) for s in generated[:3]}) == 3, "the adapters change nothing"

@@ -12,12 +12,12 @@ import torch
 from erniekit.api_load import Found, find_model
 from erniekit.demo.tiny import make_tiny_model
 from erniekit.devices import pick
-from erniekit.models.layers.mtp import NextToken
 from erniekit.serve.engines.base import Done, Event, GenerationJob, Token
 from erniekit.serve.engines.embedded import EmbeddedEngine, EngineLimits
 from erniekit.serve.engines.paged import PagedCache
 from erniekit.serve.loaded_models import with_adapter
 from support.engine_jobs import LENGTH, alone, answers, job, make_adapter, prompts
+from support.taught_mtp import taught
 
 Start = Callable[..., EmbeddedEngine]
 
@@ -29,32 +29,7 @@ def moe(tmp_path_factory) -> Found:
 
 @pytest.fixture(scope="module")
 def model(moe: Found) -> torch.nn.Module:
-    """Its MTP layer has learnt some of what the model says: proposals hold for some requests and fail for others."""
-    made = moe.build()
-    return taught(made, [alone_ids(made, p) for p in prompts(4)])
-
-
-def alone_ids(model: torch.nn.Module, prompt: list[int]) -> torch.Tensor:
-    return torch.tensor([[*prompt, *alone(model, prompt, 16)]])
-
-
-def taught(model: torch.nn.Module, texts: list[torch.Tensor], steps: int = 25) -> torch.nn.Module:
-    """The rest of the model stays as it is: its answers do."""
-    model.requires_grad_(False)
-    layer: NextToken = model.mtp[0]
-    optimiser = torch.optim.Adam(layer.requires_grad_(True).parameters(), lr=1e-2)
-    contexts = [model.context(torch.arange(ids.shape[1] - 2)[None]) for ids in texts]
-    hidden = [model.run_layers(model.embed_ids(ids[:, :-2]), context) for ids, context in zip(texts, contexts)]
-    for _ in range(steps):
-        loss = torch.zeros(())
-        for ids, context, states in zip(texts, contexts, hidden):
-            ahead = model.norm(layer(model.embed_ids(ids[:, 1:-1]), states, context))[0, -15:]
-            logits = model.output.logits(ahead, model.head_weight(), None)
-            loss = loss + torch.nn.functional.cross_entropy(logits, ids[0, -15:])
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-    return model.requires_grad_(False).eval()
+    return taught(moe.build(), prompts(4))
 
 
 @pytest.fixture(params=["plain", "recorded"])
