@@ -139,10 +139,13 @@ def test_a_folder_with_experts_and_layers_for_further_tokens_can_be_talked_to(pa
     model = folder.spec.build(config)
     init_weights(model, 0, 0.1)
     write_model(tmp_path, config, model.state_dict().__getitem__, tokenizer_from=paddle / "tokenizer")
-    assert main(["chat", str(tmp_path), "temperature=0", "device=cpu", "max_new_tokens=12", "--prompt", "hello"]) == 0
+    words = ["chat", str(tmp_path), "temperature=0", "device=cpu", "max_new_tokens=12", "--prompt", "hello"]
+    assert main(words) == 0
     twin, tokenizer = load(tmp_path)
     prompt = prompt_ids([{"role": "user", "content": "hello"}], tokenizer)
     said = said_by_transformers(twin, prompt, 12, [tokenizer.eos_id, tokenizer.end_id])
+    assert capsys.readouterr().out == tokenizer.decode(said) + "\n"
+    assert main([*words, "num_speculative_tokens=2"]) == 0
     assert capsys.readouterr().out == tokenizer.decode(said) + "\n"
 
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from erniekit.kernels.expert_mlp import Update, expert_mlp_of_groups
 from erniekit.kernels.lora_linear import RowUpdate, placed
-from erniekit.kernels.moe_permute import by_expert_and_group
+from erniekit.kernels.moe_permute import MOST_CELLS, by_expert_and_group
 from erniekit.kernels.precision import at_least_fp32
 from erniekit.kernels.router_logits import router_logits
 from erniekit.kernels.stored import kind_of
@@ -146,7 +146,8 @@ def joined(models: Mapping[str, nn.Module], rows: AdapterRows) -> nn.Module | No
         return None
     trees: Trees = [{n: m for n, m in model.named_modules() if isinstance(m, LoRALayer)} for model in models.values()]
     base = next((model for model, tree in zip(models.values(), trees) if not tree), None)
-    if base is None or not all(_joinable(base, name, layer) for tree in trees for name, layer in tree.items()):
+    found = [each for tree in trees for each in tree.items()]
+    if base is None or not all(_joinable(base, name, layer, len(trees)) for name, layer in found):
         return None
     made = same_tensors(base)
     of_experts: dict[str, None] = {}
@@ -165,12 +166,14 @@ def joined(models: Mapping[str, nn.Module], rows: AdapterRows) -> nn.Module | No
     return made
 
 
-def _joinable(base: nn.Module, name: str, layer: LoRALayer) -> bool:
+def _joinable(base: nn.Module, name: str, layer: LoRALayer, models: int) -> bool:
     """Experts: of a model whose tokens all go to one bank, computed as they are (no rounding of their inputs)."""
     if not layer.active:
         return False
     if type(layer) is LoRAExperts:
-        block = base.get_submodule(name.rpartition(".experts.")[0])
+        block: Any = base.get_submodule(name.rpartition(".experts.")[0])
+        if layer.base.experts * models > MOST_CELLS:
+            return False
         return type(block) is MoE and type(block.exchange) is LocalExchange and layer.base.rounding is None
     if type(layer) is LoRARouter:
         return type(base.get_submodule(name.rpartition(".")[0])) is MoE

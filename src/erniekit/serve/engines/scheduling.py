@@ -81,7 +81,7 @@ class SequenceScheduler:
         return sorted(plan, key=lambda planned: not planned[1].decodes), steps
 
     def _verifiable(self, run: RunningSequence) -> int:
-        """Tokens of its proposal that could be part of the answer, the one behind them included."""
+        """Tokens of its proposal that could be part of the answer, with another behind them."""
         room = min(run.left, self.limits.length - run.length) - 1
         return max(0, min(len(run.proposals), room))
 

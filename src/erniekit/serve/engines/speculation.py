@@ -54,7 +54,7 @@ def sample_verified(
 
 
 def _after(row: SamplerRow, tokens: Sequence[Token | None]) -> SamplerRow:
-    """The row with tokens that were sampled since; penalties and grammars depend on them."""
+    """The row with tokens that were sampled since; penalties depend on them."""
     if not tokens:
         return row
     return replace(row, generated=[*row.generated, *(token.id for token in tokens if token is not None)])
@@ -123,9 +123,10 @@ def _next_place(run: RunningSequence, piece: SequencePiece) -> SequencePiece:
 
 
 def _goes_on(run: RunningSequence, piece: SequencePiece) -> bool:
-    """Whether a proposal behind these tokens can be of use; piece: each place's next token."""
-    if piece.stop < len(run.ids):
-        return False  # of its prompt more is to be read
+    """Whether a proposal behind these tokens can be of use; piece: each place's next token. Not under a grammar: its
+    matcher only goes forward, and could not repeat a step that failed behind a proposal."""
+    if piece.stop < len(run.ids) or run.matcher is not None:  # the first: of its prompt more is to be read
+        return False
     sampling = run.job.sampling
     ended = piece.ids[-1] in run.job.stop_ids and not sampling.ignore_stop
     return not ended and len(piece.ids) + 1 - len(run.job.prompt) + 1 < sampling.max_tokens
