@@ -125,6 +125,31 @@ def test_adapters_of_experts_are_batched_in_recorded_steps(tmp_path: Path):
         assert agree >= 0.9 * total, (name, agree, total)
 
 
+@pytest.mark.parametrize("family", ["ernie4_5", "ernie4_5_moe"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_exact_log_probabilities_are_those_of_a_training_step(family: str, dtype: torch.dtype, tmp_path: Path):
+    found = find_model(make_tiny_model(tmp_path / family, family=family))
+    cache = PagedCache(found.weights.config, 96, 16, dtype, "cuda")
+    engine = EmbeddedEngine({"m": found.build(dtype, "cuda")}, cache, EngineLimits(length=128, exact=True))
+    prompt = (5, 9, 300, 7)
+    sampling = SamplingParams(24, temperature=1.0, seed=3, logprobs=0)
+
+    async def go() -> list[Token]:
+        stream = engine.submit(GenerationJob(prompt, "m", sampling, frozenset(), 1280))
+        return [event async for _, event in stream if isinstance(event, Token)]
+
+    try:
+        said = asyncio.run(go())
+    finally:
+        engine.stop()
+    ids = torch.tensor([[*prompt, *(token.id for token in said)]], device="cuda")
+    labels = ids[:, 1:].clone()
+    labels[:, : len(prompt) - 1] = -100
+    losses = found.build(dtype, "cuda").train()(ids[:, :-1], labels=labels, per_token=True)
+    expected = -losses[0, len(prompt) - 1 :].detach()
+    assert torch.equal(torch.tensor([token.logprob for token in said], device="cuda"), expected)
+
+
 def test_kernels_of_a_step_compute_their_definitions():
     """On the card itself, in bf16 and at the sizes of a real model; tests/unit/kernels has them in the interpreter."""
     torch.manual_seed(0)
