@@ -17,6 +17,7 @@ from erniekit.serve.engines.embedded import EmbeddedEngine, EngineLimits
 from erniekit.serve.engines.paged import PagedCache
 from erniekit.serve.loaded_models import with_adapter
 from support.engine_jobs import LENGTH, alone, answers, job, make_adapter, prompts
+from support.recording_cpu import recording_cpu
 from support.taught_mtp import taught
 
 Start = Callable[..., EmbeddedEngine]
@@ -62,6 +63,21 @@ def test_greedy_answers_are_those_without_proposals_and_take_fewer_steps(model, 
     plain = start(proposals=0, burst=1)
     answers(plain, [job(asked[0])])
     assert few < plain.load().steps
+
+
+def test_recording_a_step_in_the_middle_of_an_answer_changes_no_token(model):
+    """Work for requests with logprobs is recorded when the first of them comes; recording runs it once."""
+    cache = PagedCache(model.config, 64, 4, torch.float32, "cpu", mtp=True)
+    limits = EngineLimits(sequences=3, tokens=16, length=LENGTH, proposals=2)
+    engine = EmbeddedEngine({"m": model}, cache, limits, recording_cpu())
+    asked = prompts(6)
+    jobs = [job(p, **({"logprobs": 0} if k == 4 else {})) for k, p in enumerate(asked)]
+    try:
+        assert answers(engine, jobs) == [alone(model_alone(model), p) for p in asked]
+        assert engine.recorded is not None
+        assert engine.load().proposals_held > 0
+    finally:
+        engine.stop()
 
 
 def model_alone(model: torch.nn.Module) -> torch.nn.Module:
