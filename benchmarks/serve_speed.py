@@ -17,12 +17,14 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 from server_process import running
 
@@ -265,6 +267,9 @@ def measure(address: tuple[str, int], options: argparse.Namespace) -> dict[str, 
         out["first_token_ms_under_load"] = round(1e3 * statistics.median(busy), 1)
         out["first_token_ratio"] = round(statistics.median(busy) / statistics.median(quiet), 2)
         collected(others)
+    with urlopen("http://{}:{}/metrics".format(*address)) as page:
+        found = re.findall(r"^erniekit_(proposed_tokens_total|acceptance_ratio) (.+)$", page.read().decode(), re.M)
+    out |= {name: float(value) for name, value in found}  # of num_speculative_tokens
     out["cores"], out["load"] = os.cpu_count(), round(os.getloadavg()[0], 1)
     return out
 

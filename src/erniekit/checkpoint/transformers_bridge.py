@@ -1,6 +1,6 @@
 """Our model as transformers' own class, on the same memory: for its generation loop, and to compare the two.
 
-Called by serve/generate.py and tests. transformers is imported here on use; training never does.
+Called by tests, which compare the engine with transformers' own loop. transformers is imported here on use.
 """
 
 from __future__ import annotations

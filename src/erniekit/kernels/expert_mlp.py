@@ -65,12 +65,24 @@ def expert_mlp_and_seen(
     *updates: Update | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same, and what the kinds of gate_up and down observe of their rows: fp32 [2], or empty."""
+    flat = _flat(x, order, weights, gate_up, down, updates)
+    out: tuple[torch.Tensor, ...] = torch.ops.erniekit.expert_mlp(*flat)
+    return out[0], out[-1]
+
+
+def _flat(
+    x: torch.Tensor,
+    order: Order,
+    weights: torch.Tensor | None,
+    gate_up: Stored,
+    down: Stored,
+    updates: Sequence[Update | None],
+) -> Sequence[Any]:
     values: dict[str, Any] = {"x": x, **order._asdict(), "weights": weights, "gate_up": gate_up, "down": down}
     for name, update in zip(("gate", "up", "down"), updates, strict=True):
         values[f"{name}_a"], values[f"{name}_b"] = update[:2] if update else (None, None)
     values["scales"] = [update.scale if update else 0.0 for update in updates]
-    out: tuple[torch.Tensor, ...] = torch.ops.erniekit.expert_mlp(*ARGUMENTS.flat(values))
-    return out[0], out[-1]
+    return ARGUMENTS.flat(values)
 
 
 ARGUMENTS = OpArguments(
@@ -120,14 +132,35 @@ def _steps(a: dict[str, Any]) -> Any | ModuleType:
     return _triton_steps() if in_triton(a["x"], a["row_of"].shape[0], width, factors) else expert_reference
 
 
-class _Op:
-    """One call: the arguments by name, and what forward and backward both make of them."""
+def expert_mlp_of_groups(
+    x: torch.Tensor,
+    order: Order,
+    group_ends: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: Stored,
+    down: Stored,
+    of_gate: Update | None,
+    of_up: Update | None,
+    of_down: Update | None,
+) -> torch.Tensor:
+    """As expert_mlp, where an expert's rows are in groups with updates of their own: several adapters in one batch.
 
-    def __init__(self, flat: Sequence[Any]) -> None:
+    group_ends int32 [E * G]: one past the last row of each group, expert after expert; an update's A and B have so many
+    matrices. For inference: no gradients.
+    """
+    return _run(_Op(_flat(x, order, weights, gate_up, down, (of_gate, of_up, of_down)), group_ends))[0]
+
+
+class _Op:
+    """One call: the arguments by name, and what forward and backward both make of them. low_ends: where the low-rank
+    updates have other groups of rows than the experts."""
+
+    def __init__(self, flat: Sequence[Any], low_ends: torch.Tensor | None = None) -> None:
         a = ARGUMENTS.named(flat)
         self.steps, self.a = _steps(a), a
         self.x: torch.Tensor = a["x"].contiguous()
         self.row_of, self.place_of, self.ends = a["row_of"], a["place_of"], a["ends"]
+        self.grouped, self.low_ends = low_ends is not None, self.ends if low_ends is None else low_ends
         self.first, self.last = a["gate_up"], a["down"]
         self.scales: list[float] = a["scales"]
         given = a["weights"]
@@ -140,9 +173,9 @@ class _Op:
         """Rows of tokens [T, in] as the product with `weight` takes them, and their low ranks. In fp8 tokens are
         rounded before they are taken: one rounding serves all choices, and half the bytes are written."""
         if not kind_of(weight).rows_in_fp8:
-            return self.steps.take(tokens, self.row_of, self.k, self.ends, lows)  # type: ignore[no-any-return]
+            return self.steps.take(tokens, self.row_of, self.k, self.low_ends, lows)  # type: ignore[no-any-return]
         small = quantised(tokens)
-        return self.steps.take_fp8(tokens, small, self.row_of, self.k, self.ends, lows)  # type: ignore[no-any-return]
+        return self.steps.take_fp8(tokens, small, self.row_of, self.k, self.low_ends, lows)  # type: ignore[no-any-return]
 
     def taken_turned(self, grad: torch.Tensor, weight: Stored, lows: list[Low]) -> tuple[Rows, torch.Tensor]:
         """The same for the turned product: each expert has its own factor, so that rows are rounded one by one."""
@@ -154,7 +187,7 @@ class _Op:
     def product(self, rows: Rows, weight: Stored, tails: list[Tail] | None = None, scale: float = 1.0) -> torch.Tensor:
         """tails: low-rank updates, which are added and multiplied by `scale`."""
         kind, given = kind_of(weight), (weight, self.ends, self.x.dtype)
-        out = kind.grouped_plus(rows, *given, tails, scale) if tails else None
+        out = kind.grouped_plus(rows, *given, tails, scale) if tails and not self.grouped else None
         return self._added(kind.grouped(rows, *given), tails, scale) if out is None else out
 
     def seen(self, rows: Rows, weight: Stored) -> torch.Tensor:
@@ -174,7 +207,7 @@ class _Op:
         return self._added(kind.turned_grouped(rows, *given), tails, scale) if out is None else out
 
     def _added(self, out: torch.Tensor, tails: list[Tail] | None, scale: float) -> torch.Tensor:
-        added: torch.Tensor = self.steps.add_low(out, tails, scale, self.ends) if tails else out
+        added: torch.Tensor = self.steps.add_low(out, tails, scale, self.low_ends) if tails else out
         return added
 
 
@@ -185,12 +218,15 @@ def _low(factor: torch.Tensor | None, scale: float) -> Low | None:
 
 def forward(*flat: Any) -> tuple[torch.Tensor, ...]:
     """y, what backward needs (gate_up's rows, z of gate and up, z of down), and what the kinds observe."""
-    op = _Op(flat)
+    return _run(_Op(flat))
+
+
+def _run(op: _Op) -> tuple[torch.Tensor, ...]:
     steps, a, ends = op.steps, op.a, op.ends
     rows, z = op.taken(op.x, op.first, [(factor, 1.0) for factor in (a["gate_a"], a["up_a"]) if factor is not None])
     middle, observed = op.product(rows, op.first), [op.seen(rows, op.first)]
     del rows
-    act, z_down = steps.activate(middle, z, op.gate, op.up, op.below, op.weights, op.row_of, ends)
+    act, z_down = steps.activate(middle, z, op.gate, op.up, op.below, op.weights, op.row_of, op.low_ends)
     tails = [] if a["down_b"] is None else [(z_down, a["down_b"].transpose(1, 2))]
     outputs = op.product(act, op.last, tails, op.scales[2])
     observed.append(op.seen(act, op.last))

@@ -13,6 +13,8 @@ import torch
 from erniekit.kernels import expert_reference
 from erniekit.kernels.available import has_triton
 
+MOST_CELLS = torch.iinfo(torch.int16).max  # experts, or experts times groups: rows are sorted by 16-bit numbers
+
 
 class Order(NamedTuple):
     """A stable sort of the T * K choices by expert."""
@@ -28,6 +30,18 @@ def by_expert(ids: torch.Tensor, experts: int) -> Order:
     row_of = torch.sort(flat.to(torch.int16), stable=True).indices
     place_of = torch.empty_like(row_of).scatter_(0, row_of, torch.arange(row_of.numel(), device=ids.device))
     return Order(row_of, place_of, count(ids, experts).cumsum(0).to(torch.int32))
+
+
+def by_expert_and_group(
+    ids: torch.Tensor, groups: torch.Tensor, experts: int, count_of_groups: int
+) -> tuple[Order, torch.Tensor]:
+    """The rows of each expert sorted by the group of their token, groups [T]: the order, and one past the last row of
+    each group, int32 [experts * count_of_groups], expert after expert."""
+    cells = experts * count_of_groups
+    if cells > MOST_CELLS:
+        raise ValueError(f"{experts} experts times {count_of_groups} groups are too many to sort by 16-bit numbers")
+    fine = by_expert((ids * count_of_groups + groups[:, None]).clamp(max=cells), cells)
+    return fine._replace(ends=fine.ends[count_of_groups - 1 :: count_of_groups].contiguous()), fine.ends
 
 
 def count(ids: torch.Tensor, experts: int) -> torch.Tensor:

@@ -7,9 +7,9 @@ harness's own Hugging Face backend for the same folder; the harness itself is im
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -27,27 +27,47 @@ from erniekit.recipes.run_plan import open_device, packed_as
 from erniekit.registry import nearest
 from erniekit.result import RunResult
 
+if TYPE_CHECKING:
+    from erniekit.devices.base import Device
+    from erniekit.serve.text_engine import TextEngine
+
 # Names of the same thing in task files; of several the first counts.
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _DEFAULT_LENGTH = 256
+AT_ONCE = 8  # answers that are generated together, at least
 
 
-class _StopWord(Exception):
-    """Said: the rest of the answer is not needed."""
+class TaskGeneration(NamedTuple):
+    """How a task wants its answers."""
+
+    until: Sequence[str]
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
 
 
 class Scorer:
     """What a benchmark needs of a language model, in text. No template; a first token only where the folder's own
     tokenizer always puts one (Llama's <s>)."""
 
-    def __init__(self, model: nn.Module, tokenizer: Tokenizer, max_length: int, batch_size: int = 1) -> None:
-        self.model, self.tokenizer = model.eval(), tokenizer
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Tokenizer,
+        max_length: int,
+        batch_size: int = 1,
+        device: Device | None = None,
+        seed: int = 0,
+    ) -> None:
+        """device: answers are generated in recorded steps there; None: in plain ones."""
+        self.model, self.tokenizer, self.device, self.seed = model.eval(), tokenizer, device, seed
         self.max_length, self.batch_size = max_length, batch_size
         bos = tokenizer.bos_id
         self._prefix = tokenizer.eos_id if bos is None else bos  # what an answer to nothing follows
         # ERNIE's <|begin_of_sentence|> belongs to its chat template, so it opens no plain text.
         self._opening = [bos] if bos is not None and tokenizer.begin_id == bos else []
-        self._generator: Any = None
+        self.engine: TextEngine | None = None
 
     def score(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
         """(log-probability of the second text after the first, whether it is what greedy decoding would generate)."""
@@ -67,33 +87,52 @@ class Scorer:
         top_k: int = 0,
     ) -> str:
         """Up to the first of `until`; greedy at temperature 0."""
-        from erniekit.serve.generate import Generator, Sampling
+        return self.generate_all([(context, TaskGeneration(until, max_tokens, temperature, top_p, top_k))])[0]
 
-        if max_tokens >= self.max_length:
+    def generate_all(self, asked: Sequence[tuple[str, TaskGeneration]]) -> list[str]:
+        """By the embedded engine, several at once; a seed's answers are the same in any batch."""
+        from erniekit.serve.engines.base import GenerationJob, SamplingParams
+        from erniekit.serve.text_engine import NAME, TextAnswer
+
+        longest = max((g.max_tokens for _, g in asked), default=0)
+        if longest >= self.max_length:
             raise ConfigError(
-                f"the task needs answers of up to {max_tokens} tokens, and question and answer have {self.max_length}",
+                f"the task needs answers of up to {longest} tokens, and question and answer have {self.max_length}",
                 where="max_seq_len",
-                fix=f"max_seq_len={2 * max_tokens} or more, within the model's own positions",
+                fix=f"max_seq_len={2 * longest} or more, within the model's own positions",
             )
-        if self._generator is None:
-            self._generator = Generator(self.model, self.tokenizer)
-        prompt = self._opening + self.tokenizer.encode_text(context)
-        sampling = Sampling(
-            max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, max_model_len=self.max_length
-        )
-        stops, text = [stop for stop in until if stop], ""
+        tokenizer, ends = self.tokenizer, frozenset({self.tokenizer.eos_id, self.tokenizer.end_id})
+        vocab = min(tokenizer.vocab_size, cast("Any", self.model).config.vocab_size)
+        jobs, answers = [], []
+        for number, (context, g) in enumerate(asked):
+            ids = self._opening + tokenizer.encode_text(context)
+            prompt = tuple(ids[-(self.max_length - g.max_tokens) :]) or (self._prefix,)
+            how = SamplingParams(
+                g.max_tokens, temperature=g.temperature, top_p=g.top_p, top_k=g.top_k, seed=self.seed + number
+            )
+            jobs.append(GenerationJob(prompt, NAME, how, ends, vocab))
+            answers.append(TextAnswer(prompt, tokenizer, [stop for stop in g.until if stop]))
+        if jobs:
+            for _ in self._engine().pieces(jobs, answers):
+                pass
+        return [answer.text for answer in answers]
 
-        def on_text(piece: str) -> None:
-            nonlocal text
-            text += piece
-            if any(stop in text for stop in stops):
-                raise _StopWord
+    def _engine(self) -> TextEngine:
+        """Made with the first question that needs it, on the tensors of the model."""
+        from erniekit.serve.shared_weights import same_tensors
+        from erniekit.serve.text_engine import TextEngine
 
-        with suppress(_StopWord):
-            self._generator.answer(prompt[-(self.max_length - max_tokens) :] or [self._prefix], sampling, on_text)
-        for stop in stops:
-            text = text.split(stop, 1)[0]
-        return text
+        if self.engine is None:
+            config = cast("Any", self.model).config
+            at_once = max(AT_ONCE, self.batch_size)
+            self.engine = TextEngine(same_tensors(self.model), config, at_once, self.max_length, self.device)
+        return self.engine
+
+    def close(self) -> None:
+        """Ends the engine's threads and lets its cache go."""
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
 
     def _windows(self, text: str) -> list[tuple[list[int], list[int]]]:
         """(context, window): whole windows follow the last token of the one before, and the last, which scores fewer
@@ -155,8 +194,9 @@ def run_tasks(cfg: RunConfig) -> RunResult:
     emit(f"model    {source}")
     config: Any = model.config
     length = min(cfg.data.max_seq_len, config.max_positions)
-    scorer = Scorer(model, tokenizer, length, cfg.train.per_device_eval_batch_size)
-    with results_folder(cfg, source, trained) as output:
+    recording = device if device.records_graphs and device.triton else None
+    scorer = Scorer(model, tokenizer, length, cfg.train.per_device_eval_batch_size, recording, cfg.train.seed)
+    with results_folder(cfg, source, trained) as output, closing(scorer):
         metrics = measure(cfg, harness, manager, names, scorer)
         written = write_evaluation(output, source, metrics)
     for name, value in metrics.items():
@@ -236,10 +276,8 @@ def language_model(harness: Any, scorer: Scorer) -> Any:
             return scorer.score_whole([request.args[0] for request in requests])
 
         def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-            return [self._generate(*request.args) for request in requests]
-
-        def _generate(self, context: str, settings: dict[str, Any]) -> str:
-            return scorer.generate(context, **generation(settings))
+            asked = [request.args for request in requests]
+            return scorer.generate_all([(context, TaskGeneration(**generation(how))) for context, how in asked])
 
     return ErnieKitLM()
 

@@ -1,6 +1,6 @@
 """Streaming detokenizer: tokens to text, whole characters only; stop strings are found before they are shown.
 
-Used by generate.py (evaluation tasks) and running_request.py (the server).
+Used by text_engine.py (Python, evaluation tasks) and running_request.py (the server).
 """
 
 from __future__ import annotations

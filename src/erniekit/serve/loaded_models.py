@@ -27,6 +27,7 @@ from erniekit.models.score_head import refuse as refuse_score_head
 from erniekit.serve.engines.embedded import EmbeddedEngine, EngineLimits
 from erniekit.serve.engines.paged import PagedCache, bytes_per_block
 from erniekit.serve.folder import choose_folder, stop_ids
+from erniekit.serve.mtp_layers import proposed_tokens, with_mtp_layers
 from erniekit.serve.request_parsing import ServedModel
 from erniekit.serve.runtime_adapters import RuntimeAdapters
 from erniekit.serve.shared_weights import second_tree
@@ -103,6 +104,9 @@ def load_models(cfg: RunConfig, entries: list[ModelEntry]) -> LoadedModels:
     """Load every model and start the engine."""
     hardware = pick(cfg.train.device, cfg.train.no_cuda)
     device = hardware.handle
+    proposals = proposed_tokens(cfg.serve, entries[0].found.weights.config)
+    mtp = min(1, proposals)  # layers; further tokens come from the same one
+    entries = [replace(entry, found=with_mtp_layers(entry.found, mtp)) for entry in entries]
     weights = entries[0].found.weights
     compute_type = cfg.precision.compute_type if cfg.given("compute_type") else None
     # CPUs without 16-bit units compute bf16 many times slower than fp32.
@@ -116,18 +120,28 @@ def load_models(cfg: RunConfig, entries: list[ModelEntry]) -> LoadedModels:
     s = cfg.serve
     kind = next(base.parameters()).dtype
     longest = context_length(s, weights.config, kind, hardware)
-    limits = EngineLimits(s.max_num_seqs, s.max_num_batched_tokens, longest, s.max_queue, s.vision_cache_bytes)
+    limits = EngineLimits(
+        s.max_num_seqs,
+        s.max_num_batched_tokens,
+        longest,
+        s.max_queue,
+        s.vision_cache_bytes,
+        exact=s.decoding == "exact",
+        proposals=proposals,
+    )
     share, given = s.gpu_memory_utilization, s.max_model_len is not None
     cache = make_cache(weights.config, limits, s.block_size, kind, hardware, share, given)
     vision = vision_settings(cfg, entries[0]) if weights.config.vision is not None else None
     models = {entry.name: _served(entry, longest, cfg.model.tokenizer_name, entries, vision) for entry in entries}
     dtype_name = str(kind).removeprefix("torch.")
     about = f"{dtype_name} on {device}, {limits.sequences} at once, a cache of {cache.blocks * cache.size} tokens"
+    if proposals:
+        notes.append(f"{proposals} tokens proposed at a time by the MTP layer")
     fast = hardware if s.decoding == "auto" and hardware.records_graphs and hardware.triton else None
     engine = EmbeddedEngine(trees, cache, limits, fast)
 
     def open_adapter(name: str, key: str, folder: Path) -> tuple[nn.Module, ServedModel]:
-        found = _adapter_at(str(folder), weights.path, cfg.lora.override_base, "lora_path")
+        found = with_mtp_layers(_adapter_at(str(folder), weights.path, cfg.lora.override_base, "lora_path"), mtp)
         served = _served(ModelEntry(name, found), longest, cfg.model.tokenizer_name, entries, vision)
         _ = served.tokenizer.widest  # a second for a large vocabulary, and not a request's
         return with_adapter(base, found), replace(served, key=key)
@@ -148,7 +162,7 @@ def context_length(s: ServeSection, config: DecoderConfig, dtype: torch.dtype, d
     if s.max_model_len is not None:
         return min(s.max_model_len, config.max_positions)
     free = device.usable_memory(s.gpu_memory_utilization)
-    fits = free // bytes_per_block(config, s.block_size, dtype) * s.block_size
+    fits = free // bytes_per_block(config, s.block_size, dtype, config.mtp_layers > 0) * s.block_size
     if fits >= config.max_positions or fits == 0:  # none at all is make_cache's to refuse
         return config.max_positions
     warn(
@@ -169,7 +183,7 @@ def make_cache(
 ) -> PagedCache:
     """Blocks for every sequence at full length, or what memory allows. given: the length was set; else a host's
     memory is taken for one sequence of that length, or for each of a usual one, and waiting is not reported."""
-    each = bytes_per_block(config, size, dtype)
+    each = bytes_per_block(config, size, dtype, limits.proposals > 0)
     least = -(-limits.length // size)
     wanted = limits.sequences * least
     if not given and device.handle.type == "cpu":
@@ -184,7 +198,7 @@ def make_cache(
     if blocks < wanted and given:
         full = f"{limits.sequences} sequences (max_num_seqs) of {limits.length} tokens (max_model_len)"
         warn(f"the cache holds {blocks / wanted:.0%} of {full}; long ones will wait for each other")
-    return PagedCache(config, blocks, size, dtype, device.handle)
+    return PagedCache(config, blocks, size, dtype, device.handle, limits.proposals > 0)
 
 
 def vision_settings(cfg: RunConfig, entry: ModelEntry) -> VisionSettings:

@@ -1,9 +1,11 @@
 """One set of weights in several trees of modules: a base and its adapters, or a model and the engine that runs it.
 
-Used by loaded_models.py and by the Python interface (api/model.py).
+Used by loaded_models.py, the Python interface (api/model.py), engines/adapter_batch.py and evaluation tasks.
 """
 
 from __future__ import annotations
+
+import copy
 
 from torch import nn
 
@@ -12,6 +14,13 @@ from erniekit.lora.adapter import attach
 from erniekit.lora.adapter_files import read_adapter
 from erniekit.models.layers.linear import share_packed
 from erniekit.models.layers.rounding import share_rounding
+
+
+def same_tensors(model: nn.Module) -> nn.Module:
+    """A copy of the modules around the tensors of the model itself."""
+    kept = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    made: nn.Module = copy.deepcopy(model, kept)
+    return made
 
 
 def second_tree(base: nn.Module, found: Found) -> nn.Module:

@@ -1,4 +1,5 @@
-"""The embedded engine without a server: prompts in, text out, in the calling thread. For api/model.py.
+"""The embedded engine without a server: prompts in, text out, in the calling thread. For api/model.py and
+recipes/tasks.py.
 
 The engine delivers into an event loop; this one has a thread of its own, so that it works where a loop already runs (a
 notebook).
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from erniekit.data.tokenizer import Tokenizer
+from erniekit.devices.base import Device
 from erniekit.errors import ErnieKitError
 from erniekit.models.config import DecoderConfig
 from erniekit.serve.detokenizer import Detokenizer, StopStrings
@@ -82,13 +84,16 @@ class TextPiece(NamedTuple):
 class TextEngine:
     """One model's engine. It holds `sequences` answers of `length` tokens at once; more prompts wait."""
 
-    def __init__(self, tree: nn.Module, config: DecoderConfig, sequences: int, length: int) -> None:
-        """tree: given to the engine, whose layers then read from its cache."""
+    def __init__(
+        self, tree: nn.Module, config: DecoderConfig, sequences: int, length: int, device: Device | None = None
+    ) -> None:
+        """tree: given to the engine, whose layers then read from its cache. device: steps are recorded there, if it
+        can; None: they are not."""
         first = next(tree.parameters())
         self.sequences, self.length = sequences, length
         cache = PagedCache(config, sequences * -(-length // BLOCK), BLOCK, _cache_dtype(first), first.device)
         limits = EngineLimits(sequences, PROMPT_TOKENS, length, ANY_NUMBER)
-        self.engine = EmbeddedEngine({NAME: tree}, cache, limits)
+        self.engine = EmbeddedEngine({NAME: tree}, cache, limits, device)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="erniekit-generate", daemon=True)
         self._thread.start()

@@ -11,10 +11,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from erniekit.kernels.expert_mlp import ARGUMENTS, Update, in_triton
+from erniekit.kernels.expert_mlp import ARGUMENTS, Update, expert_mlp_of_groups, in_triton
 from erniekit.kernels.expert_mlp import expert_mlp as op
 from erniekit.kernels.grouped_gemm import product_reference
-from erniekit.kernels.moe_permute import Order, by_expert, combine, gather, weights_of_rows
+from erniekit.kernels.moe_permute import (
+    Order,
+    by_expert,
+    by_expert_and_group,
+    combine,
+    gather,
+    weights_of_rows,
+)
 from erniekit.kernels.stored import Stored
 
 SHAPES = [(13, 3, 5, 8, 6), (1, 2, 4, 5, 3), (40, 2, 3, 6, 7)]  # tokens, choices, experts, hidden, width
@@ -201,3 +208,27 @@ def test_rows_that_have_travelled_are_put_in_order_and_back_without_a_weight(row
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
     got, want = (torch.autograd.grad(y, inputs, upstream) for y in (got, want))
     torch.testing.assert_close(got, want, atol=2e-3, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("ranks", RANKS.values(), ids=RANKS)
+def test_groups_of_an_experts_rows_have_updates_of_their_own(ranks: tuple[int, int, int]) -> None:
+    tokens, k, experts, hidden, width, groups = 13, 3, 5, 8, 6, 4
+    x, weights = torch.randn(tokens, hidden), torch.rand(tokens, k)
+    gate_up, down = torch.randn(experts, 2 * width, hidden), torch.randn(experts, hidden, width)
+    updates = updates_of(ranks, experts * groups, hidden, width)
+    ids = torch.rand(tokens, experts - 1).topk(k).indices  # nobody goes to the last expert
+    group = torch.randint(0, groups - 1, (tokens,))  # nor is anybody of the last group
+    order, ends = by_expert_and_group(ids, group, experts, groups)
+    assert torch.equal(order.ends, by_expert(ids, experts).ends)
+    found = expert_mlp_of_groups(x, order, ends, weights, Stored(gate_up), Stored(down), *updates)
+    for number in range(groups):
+        own = [u and Update(u.A[number::groups], u.B[number::groups], u.scale) for u in updates]
+        alone = expert_mlp(x, by_expert(ids, experts), weights, gate_up, down, *own)
+        mine = group == number
+        torch.testing.assert_close(found[mine], alone[mine], atol=1e-5, rtol=1e-5)
+
+
+def test_more_groups_than_can_be_sorted_are_refused() -> None:
+    with pytest.raises(ValueError, match="300 experts times 200 groups"):
+        by_expert_and_group(torch.zeros(2, 1, dtype=torch.long), torch.zeros(2, dtype=torch.long), 300, 200)

@@ -18,7 +18,7 @@ from erniekit.cli.main import main
 from erniekit.demo.tiny import make_tiny_model
 from erniekit.errors import ConfigError
 from erniekit.recipes import tasks
-from erniekit.recipes.tasks import Scorer
+from erniekit.recipes.tasks import Scorer, TaskGeneration
 
 HARNESS = importlib.util.find_spec("lm_eval") is not None
 PAIRS = [("The cat", " sat on the mat."), ("", "A tale"), ("Blanks at the seam  ", "belong to the answer"), ("x", "")]
@@ -99,11 +99,35 @@ def test_generation_is_greedy_and_ends_before_a_stop_word(loaded):
 
 
 def test_no_token_is_generated_after_a_stop_word(loaded):
-    scorer, steps = Scorer(*loaded, max_length=64), []
+    scorer = Scorer(*loaded, max_length=64)
     whole = scorer.generate("The cat", [], 8)
-    scorer._generator.hf_model.register_forward_hook(lambda *_: steps.append(1))
-    scorer.generate("The cat", [whole[0]], 8)
-    assert len(steps) < 8
+    engine = scorer.engine.engine
+    before = engine.load().steps
+    scorer.generate("The cat", [whole[0]], 40)
+    # The first token ends it; the engine may be a few steps ahead of who reads the text.
+    assert engine.load().steps - before < 30
+    scorer.close()
+
+
+def test_answers_to_several_questions_are_computed_together_and_are_those_of_each_alone(loaded):
+    together, alone = Scorer(*loaded, max_length=64, seed=3), Scorer(*loaded, max_length=64, seed=3)
+    asked = [
+        ("The cat", TaskGeneration([], 8)),
+        ("A tale of two", TaskGeneration([], 5)),
+        ("Emil", TaskGeneration(["a"], 12)),
+    ]
+    drawn = [(text, how._replace(temperature=1.5)) for text, how in asked]
+    try:
+        assert together.generate_all(asked) == [alone.generate(text, *how) for text, how in asked]
+        steps = together.engine.engine.load().steps
+        assert steps < alone.engine.engine.load().steps
+        assert together.generate_all(drawn) == together.generate_all(drawn), "a seed is followed"
+        assert together.generate_all([]) == []
+        ids = torch.tensor([[5, 6, 7]])
+        assert torch.equal(loaded[0](ids), together.model(ids)), "the engine has modules of its own"
+    finally:
+        together.close()
+        alone.close()
 
 
 def test_an_answer_that_leaves_no_room_for_the_question_is_refused(loaded):

@@ -24,7 +24,7 @@ from erniekit.errors import ConfigError
 from erniekit.models.init import init_weights
 from erniekit.serve import chat as chat_module
 from erniekit.serve.chat import ChatSession, answer_prompt, connect, own_flags, request_fields, server_of
-from erniekit.serve.generate import Generator, Sampling
+from support.transformers_loop import said_by_transformers
 
 pytestmark = pytest.mark.xdist_group("server")
 
@@ -139,10 +139,14 @@ def test_a_folder_with_experts_and_layers_for_further_tokens_can_be_talked_to(pa
     model = folder.spec.build(config)
     init_weights(model, 0, 0.1)
     write_model(tmp_path, config, model.state_dict().__getitem__, tokenizer_from=paddle / "tokenizer")
-    assert main(["chat", str(tmp_path), "temperature=0", "device=cpu", "max_new_tokens=12", "--prompt", "hello"]) == 0
-    twin = Generator(*load(tmp_path))  # transformers' own loop
-    prompt = prompt_ids([{"role": "user", "content": "hello"}], twin.tokenizer)
-    assert capsys.readouterr().out == twin.answer(prompt, Sampling(12, temperature=0)).text + "\n"
+    words = ["chat", str(tmp_path), "temperature=0", "device=cpu", "max_new_tokens=12", "--prompt", "hello"]
+    assert main(words) == 0
+    twin, tokenizer = load(tmp_path)
+    prompt = prompt_ids([{"role": "user", "content": "hello"}], tokenizer)
+    said = said_by_transformers(twin, prompt, 12, [tokenizer.eos_id, tokenizer.end_id])
+    assert capsys.readouterr().out == tokenizer.decode(said) + "\n"
+    assert main([*words, "num_speculative_tokens=2"]) == 0
+    assert capsys.readouterr().out == tokenizer.decode(said) + "\n"
 
 
 def test_the_command_talks_through_a_pipe(talker):

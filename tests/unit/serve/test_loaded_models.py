@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from erniekit.models.layers.linear import HoldsWeight, packed_layers
 from erniekit.serve import loaded_models
 from erniekit.serve.engines.embedded import EngineLimits
 from erniekit.weight_kinds import SERVED
+from support.recording_cpu import recording_cpu
 from support.serving import tiny_folder
 
 
@@ -122,21 +122,11 @@ def test_a_quantised_folder_is_served_as_it_is_whatever_quantization_says(base: 
     assert "quantised already" in capsys.readouterr().err
 
 
-class RecordingCpu(CpuDevice):
-    """A CPU that claims to record, and launches what it would have recorded."""
-
-    triton, records_graphs = True, True
-
-    def recorded(self, work: Callable[[], None]) -> Callable[[], None]:
-        work()
-        return work
-
-
 @pytest.mark.parametrize(("words", "records"), [((), True), (("decoding=auto",), True), (("decoding=exact",), False)])
 def test_exact_decoding_takes_the_models_own_forward_where_steps_could_be_recorded(
     base: Path, words: tuple[str, ...], records: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loaded_models, "pick", lambda *asked: RecordingCpu("a recording CPU", "cpu", 1 << 30))
+    monkeypatch.setattr(loaded_models, "pick", lambda *asked: recording_cpu())
     cfg = load([str(base), "max_num_seqs=2", "max_model_len=64", *words], "server")
     engine = loaded_models.load_models(cfg, loaded_models.find_models(cfg)).engine
     try:

@@ -204,6 +204,23 @@ def test_recorded_steps_draw_under_a_grammar_what_plain_steps_draw(small, table)
     assert said[0] == said[1]
 
 
+def test_proposals_change_nothing_under_a_grammar(table, tmp_path):
+    moe = find_model(make_tiny_model(tmp_path, family="ernie4_5_moe"))
+    person = compile_grammar(of_schema(PERSON), table, opened=False)
+    jobs = [job(moe, prompt, max_tokens=30) for prompt in prompts(4, seed=7)]
+    jobs[:2] = [replace(one, grammar=person) for one in jobs[:2]]
+    said = []
+    for proposals in (0, 2):
+        model = moe.build()
+        cache = PagedCache(model.config, 96, 4, torch.float32, "cpu", mtp=proposals > 0)
+        limits = EngineLimits(sequences=4, tokens=16, length=96, proposals=proposals)
+        engine = EmbeddedEngine({"m": model}, cache, limits)
+        said.append(answers(engine, jobs))
+        engine.stop()
+    assert said[0] == said[1]
+    assert engine.load().proposed > 0, "the others had no proposals"
+
+
 def test_the_library_is_imported_where_schemas_are_checked_and_compiled_alone():
     source = Path(__file__).resolve().parents[3] / "src" / "erniekit"
     naming = [file.name for file in source.rglob("*.py") if "from llguidance" in file.read_text(encoding="utf-8")]

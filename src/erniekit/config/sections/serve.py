@@ -78,8 +78,16 @@ class ServeSection:
     decoding: str = key(
         "auto",
         "Decoding of the embedded engine. auto = fixed-shape steps, recorded and replayed where the device can. "
-        "exact = the model's own forward pass, as in training; slower.",
+        "exact = the model's own forward pass; log-probabilities equal training's bit for bit, and come at the end of "
+        "an answer; slower.",
         choices=("auto", "exact"),
+    )
+    num_speculative_tokens: int = key(
+        0,
+        "Tokens that the model's MTP layer proposes and one step verifies (embedded engine); the answers stay the "
+        "same. 0 = none.",
+        low=0,
+        high=8,
     )
     use_warmup: int = key(0, "Generate once before the first request.")
     quantization: str | None = key(

@@ -40,9 +40,14 @@ class Router(nn.Module):
             self.bias = nn.Parameter(torch.zeros(self.experts), requires_grad=False)
 
     def forward(self, x_TH: torch.Tensor, bias: torch.Tensor | None = None) -> Routing:
-        bias = self.bias if bias is None else bias
         with torch.autocast(x_TH.device.type, enabled=False):
             logits = router_logits(x_TH, self.weight)
+        return self.choose(x_TH, logits, bias)
+
+    def choose(self, x_TH: torch.Tensor, logits: torch.Tensor, bias: torch.Tensor | None = None) -> Routing:
+        """By fp32 logits [T, E]."""
+        bias = self.bias if bias is None else bias
+        with torch.autocast(x_TH.device.type, enabled=False):
             probs = logits.softmax(-1)
             scores = probs.detach()
             if bias is not None and self.biased:

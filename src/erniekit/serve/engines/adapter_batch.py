@@ -1,24 +1,34 @@
-"""Several adapters of one base in one batch: every linear multiplies all rows by the base's weight and by the factors
-of all adapters side by side, and each row keeps the columns of its own.
+"""Several adapters of one base in one batch: every layer multiplies all rows by the base's weight once and adds to each
+row the update of its own adapter.
 
-Used by recorded.py. Side by side the factors are still narrow (8 adapters of rank 16 are 128 columns), so that one
-product costs little more than that of one adapter, needs no sorting, and has a fixed shape. Experts' and routers'
-adapters have no such form: a base with those runs once for each model. T tokens, R ranks of all adapters together.
+Used by recorded.py. Of a linear the factors of all adapters lie side by side, and each row keeps the columns of its
+own: they are still narrow (8 adapters of rank 16 are 128 columns), so that one product costs little more than that of
+one adapter, needs no sorting, and has a fixed shape. Rows of experts are sorted anyway: there each expert's rows are
+sorted by adapter as well, and the grouped products of low ranks have a group for each expert and adapter. The
+definition is one tree for each model (lora/layers.py), which plain_step.py runs one by one.
+T tokens, R ranks of all adapters together, E experts, M models, r the highest rank.
 """
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from erniekit.kernels.expert_mlp import Update, expert_mlp_of_groups
 from erniekit.kernels.lora_linear import RowUpdate, placed
+from erniekit.kernels.moe_permute import MOST_CELLS, by_expert_and_group
+from erniekit.kernels.precision import at_least_fp32
+from erniekit.kernels.router_logits import router_logits
 from erniekit.kernels.stored import kind_of
-from erniekit.lora.layers import LoRALayer, LoRALinear
+from erniekit.lora.layers import LoRAExperts, LoRALayer, LoRALinear, LoRARouter
+from erniekit.models.layers.moe import LocalExchange, MoE
+from erniekit.models.layers.router import Routing
+from erniekit.serve.shared_weights import same_tensors
 
 
 class AdapterRows:
@@ -31,7 +41,7 @@ class AdapterRows:
 class BatchedLoRALinear(nn.Module):
     """base: a linear. adapters: of each model, in the order of their list; None: it has none here."""
 
-    def __init__(self, base: nn.Module, adapters: list[LoRALinear | None], rows: AdapterRows) -> None:
+    def __init__(self, base: nn.Module, adapters: Sequence[LoRALinear | None], rows: AdapterRows) -> None:
         super().__init__()
         self.base, self.rows = base, rows
         self.parts = getattr(base, "parts", None)
@@ -44,13 +54,7 @@ class BatchedLoRALinear(nn.Module):
         out, _ = base.held_shape  # type: ignore[operator,misc]
         self.A = torch.cat([update.A for update in updates])
         self.B = placed(updates, out).t().contiguous()
-        # [models, R]: a model's scale on the columns of its own updates.
-        self.factors = self.A.new_zeros(len(adapters), self.A.shape[0])
-        at = 0
-        for update, number in zip(updates, owners):
-            rank = update.A.shape[0]
-            self.factors[number, at : at + rank] = update.scale
-            at += rank
+        self.factors = _scales(self.A, [update.A.shape[0] for update in updates], updates, owners, len(adapters))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         assert self.rows.of is not None
@@ -62,20 +66,124 @@ class BatchedLoRALinear(nn.Module):
         return y.view(*x.shape[:-1], y.shape[-1])
 
 
+class BatchedLoRARouter(nn.Module):
+    """base: a router, whose logits are fp32; so are the updates."""
+
+    def __init__(self, base: nn.Module, adapters: Sequence[LoRARouter | None], rows: AdapterRows) -> None:
+        super().__init__()
+        self.base: Any = base
+        self.rows = rows
+        pairs = [(n, pair) for n, a in enumerate(adapters) if a is not None for pair in a.pairs().values()]
+        self.A = torch.cat([at_least_fp32(pair.A) for _, pair in pairs])
+        self.B = torch.cat([at_least_fp32(pair.B) for _, pair in pairs], dim=1)
+        ranks, owners = [pair.A.shape[0] for _, pair in pairs], [number for number, _ in pairs]
+        self.factors = _scales(self.A, ranks, [pair for _, pair in pairs], owners, len(adapters))
+
+    @property
+    def experts(self) -> int:
+        return int(self.base.experts)
+
+    def forward(self, x_TH: torch.Tensor, bias: torch.Tensor | None = None) -> Routing:
+        assert self.rows.of is not None
+        low = F.linear(at_least_fp32(x_TH), self.A) * self.factors.index_select(0, self.rows.of)
+        logits = router_logits(x_TH, self.base.weight) + F.linear(low, self.B)
+        chosen: Routing = self.base.choose(x_TH, logits, bias)
+        return chosen
+
+
+class AdapterExchange(nn.Module):
+    """In the place of a LocalExchange: the rows of each expert in groups, one for each model."""
+
+    def __init__(self, updates: Mapping[str, Update], models: int, rows: AdapterRows) -> None:
+        """updates: by projection, of all experts and models (`stacked_updates`)."""
+        super().__init__()
+        self.updates, self.models, self.rows = dict(updates), models, rows
+
+    def forward(self, x_TH: torch.Tensor, routing: Routing, experts: Any, count: int) -> torch.Tensor:
+        assert self.rows.of is not None
+        order, ends = by_expert_and_group(routing.ids, self.rows.of, count, self.models)
+        three = [self.updates.get(part) for part, _ in (*experts.gate_up.parts, *experts.down.parts)]
+        weights = experts.gate_up.matrices(), experts.down.matrices()
+        return expert_mlp_of_groups(x_TH, order, ends, routing.weights, *weights, *three)
+
+
+def stacked_updates(adapters: Sequence[Mapping[str, Update]]) -> dict[str, Update]:
+    """Of each model the updates of its experts by projection -> A [E * M, r, in] and B [E * M, out, r], expert after
+    expert; zero where a model has none, or a lower rank."""
+    out = {}
+    for part in sorted({part for of_model in adapters for part in of_model}):
+        given = [of_model.get(part) for of_model in adapters]
+        one = next(update for update in given if update is not None)
+        rank = max(update.A.shape[1] for update in given if update is not None)
+        E, _, width = one.A.shape
+        A = one.A.new_zeros(E, len(given), rank, width)
+        B = one.B.new_zeros(E, len(given), one.B.shape[1], rank)
+        for number, update in enumerate(given):
+            if update is not None:
+                own = update.A.shape[1]
+                A[:, number, :own], B[:, number, :, :own] = update.A, update.B * update.scale
+        out[part] = Update(A.flatten(0, 1), B.flatten(0, 1), 1.0)
+    return out
+
+
+def _scales(like: torch.Tensor, ranks: Sequence[int], scaled: Sequence[Any], owners: Sequence[int], models: int) -> Any:
+    """[M, R]: a model's scale on the columns of its own updates, zero elsewhere."""
+    factors = like.new_zeros(models, sum(ranks))
+    at = 0
+    for rank, update, owner in zip(ranks, scaled, owners, strict=True):
+        factors[owner, at : at + rank] = update.scale
+        at += rank
+    return factors
+
+
+BATCHED: dict[type[LoRALayer], Any] = {LoRALinear: BatchedLoRALinear, LoRARouter: BatchedLoRARouter}
+Trees = Sequence[Mapping[str, LoRALayer]]
+
+
 def joined(models: Mapping[str, nn.Module], rows: AdapterRows) -> nn.Module | None:
     """One tree for all of them, on the same tensors; None: they cannot be in one batch."""
     if len(models) < 2:
         return None
-    trees = [{n: m for n, m in model.named_modules() if isinstance(m, LoRALayer)} for model in models.values()]
-    layers = [layer for tree in trees for layer in tree.values()]
+    trees: Trees = [{n: m for n, m in model.named_modules() if isinstance(m, LoRALayer)} for model in models.values()]
     base = next((model for model, tree in zip(models.values(), trees) if not tree), None)
-    if base is None or not all(type(layer) is LoRALinear and layer.active for layer in layers):
+    found = [each for tree in trees for each in tree.items()]
+    if base is None or not all(_joinable(base, name, layer, len(trees)) for name, layer in found):
         return None
-    kept = {id(t): t for t in (*base.parameters(), *base.buffers())}
-    made: nn.Module = copy.deepcopy(base, kept)
+    made = same_tensors(base)
+    of_experts: dict[str, None] = {}
     for name in sorted({name for tree in trees for name in tree}):
-        owner, _, leaf = name.rpartition(".")
         adapters = [tree.get(name) for tree in trees]
+        kind = type(next(adapter for adapter in adapters if adapter is not None))
+        owner, _, leaf = name.rpartition(".")
+        if kind is LoRAExperts:
+            of_experts[owner.rpartition(".")[0]] = None
+            continue
         place = made.get_submodule(owner)
-        setattr(place, leaf, BatchedLoRALinear(getattr(place, leaf), adapters, rows))  # type: ignore[arg-type]
+        setattr(place, leaf, BATCHED[kind](getattr(place, leaf), adapters, rows))
+    for name in of_experts:
+        block = made.get_submodule(name)
+        block.exchange = AdapterExchange(stacked_updates(_of_block(name, trees)), len(trees), rows)
     return made
+
+
+def _joinable(base: nn.Module, name: str, layer: LoRALayer, models: int) -> bool:
+    """Experts: of a model whose tokens all go to one bank, computed as they are (no rounding of their inputs)."""
+    if not layer.active:
+        return False
+    if type(layer) is LoRAExperts:
+        block: Any = base.get_submodule(name.rpartition(".experts.")[0])
+        if layer.base.experts * models > MOST_CELLS:
+            return False
+        return type(block) is MoE and type(block.exchange) is LocalExchange and layer.base.rounding is None
+    if type(layer) is LoRARouter:
+        return type(base.get_submodule(name.rpartition(".")[0])) is MoE
+    return type(layer) is LoRALinear
+
+
+def _of_block(name: str, trees: Trees) -> list[dict[str, Update]]:
+    """Of each model the updates of the experts of the block of that name."""
+    out: list[dict[str, Update]] = []
+    for tree in trees:
+        layers = [tree.get(f"{name}.experts.{leaf}") for leaf in ("gate_up", "down")]
+        out.append({p: u for layer in layers if isinstance(layer, LoRAExperts) for p, u in layer.updates().items()})
+    return out

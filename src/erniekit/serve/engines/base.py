@@ -157,10 +157,17 @@ class Load:
     prefix_hits: int = 0  # those that were there
     evicted: int = 0  # sequences preempted for lack of blocks
     preempted: int = 0  # sequences put back in favour of other clients or requests
+    proposed: int = 0  # tokens of proposals that were verified (speculative decoding)
+    proposals_held: int = 0  # those of them that were accepted
     features: int = 0  # bytes of features of pictures that are kept
     looks: int = 0  # pictures and pairs of frames that were computed
     healthy: bool = True
     reason: str = ""
+
+    @property
+    def acceptance(self) -> float:
+        """The share of proposed tokens that were accepted."""
+        return round(self.proposals_held / self.proposed, 6) if self.proposed else 0.0
 
 
 class InferenceEngine(Protocol):

@@ -33,14 +33,17 @@ from erniekit.serve.engines.base import (
     TokenStream,
 )
 from erniekit.serve.engines.delivery import SequenceEvent, deliver, put
+from erniekit.serve.engines.exact_logprobs import hold_back
+from erniekit.serve.engines.launched import LaunchedStep
 from erniekit.serve.engines.model_changes import ModelChanges
 from erniekit.serve.engines.outcome import take_states, take_tokens
 from erniekit.serve.engines.paged import PagedCache, SequencePiece
-from erniekit.serve.engines.plain_step import PlainSteps, Planned, remove_expert_capacity
-from erniekit.serve.engines.recorded import LaunchedStep, RecordedSteps
+from erniekit.serve.engines.plain_step import PlainSteps, remove_expert_capacity
+from erniekit.serve.engines.recorded import RecordedSteps
 from erniekit.serve.engines.scheduling import EngineLimits as EngineLimits
 from erniekit.serve.engines.scheduling import SequenceScheduler
 from erniekit.serve.engines.sequence import RunningSequence, sequences_of
+from erniekit.serve.engines.speculation import Planned
 from erniekit.serve.engines.vision_input import FeatureCache
 
 FAULTS = 3  # probes in a row that failed, after which the engine calls itself unhealthy
@@ -66,7 +69,7 @@ class EmbeddedEngine(SequenceScheduler):
         self.features = FeatureCache(limits.feature_bytes)
         for model in models.values():
             remove_expert_capacity(model.eval().requires_grad_(False))
-        self.plain = PlainSteps(models, cache, self.features)
+        self.plain = PlainSteps(models, cache, self.features, limits.proposals)
         self.device = self.plain.device
         self.recorded = self._recordable()
         self._changes = ModelChanges()
@@ -74,7 +77,7 @@ class EmbeddedEngine(SequenceScheduler):
         self._streams: dict[TokenStream, list[RunningSequence]] = {}
         self._lock = threading.Condition()
         self._stopping: str | None = None
-        self._steps = self._faults = 0
+        self._steps = self._faults = self._proposed = self._held = 0
         self._fault = ""
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
@@ -140,6 +143,8 @@ class EmbeddedEngine(SequenceScheduler):
                 prefix_hits=self.cache.shared,
                 evicted=self._evicted,
                 preempted=self._preempted,
+                proposed=self._proposed,
+                proposals_held=self._held,
                 features=self.features.size,
                 looks=self.features.misses,
                 healthy=self._thread.is_alive() and self._faults < FAULTS and self._stopping is None,
@@ -227,7 +232,7 @@ class EmbeddedEngine(SequenceScheduler):
         if self.steps_on is None:
             return None
         limits = self.limits
-        sizes = (limits.sequences, limits.tokens, limits.length, limits.burst)
+        sizes = (limits.sequences, limits.tokens, limits.length, limits.burst, limits.proposals)
         return RecordedSteps(self.models, self.cache, self.steps_on, *sizes)
 
     def _record(self) -> None:
@@ -259,6 +264,9 @@ class EmbeddedEngine(SequenceScheduler):
                 if isinstance(outcome, LaunchedStep):
                     self._launched.append(outcome)
                     behind += 1
+                    if self.limits.proposals:  # how far one held decides where the next launch begins
+                        events += self._read(self._launched.popleft())
+                        behind = 0
                 else:
                     events += self._settle(part, outcome)
         while len(self._launched) > behind:
@@ -333,8 +341,8 @@ class EmbeddedEngine(SequenceScheduler):
         finally:
             self.cache.release(table)
 
-    def _forward(self, name: str, group: list[Planned]) -> list[Token | None]:
-        return self.plain.run(name, group)
+    def _forward(self, name: str, group: list[Planned]) -> list[list[Token | None]]:
+        return self.plain.run(name, group, propose=self.recorded is None)
 
     def _settle(self, group: list[Planned], outcome: Any) -> list[SequenceEvent]:
         """Update the sequences after a plain step and collect the events for their clients."""
@@ -343,11 +351,23 @@ class EmbeddedEngine(SequenceScheduler):
         events: list[SequenceEvent] = []
         tokens = iter(outcome)
         for run, piece in group:
-            is_last = piece.stop == len(run.ids)
-            run.cached = piece.stop
-            if is_last:
-                events += self._take(run, [next(tokens)]) if run.pooled is None else take_states(run)
+            known = len(run.ids)
+            run.cached = min(piece.stop, known)
+            if piece.stop < known:
+                continue
+            if run.pooled is not None:
+                events += take_states(run)
+                continue
+            sampled = next(tokens)
+            self._count_proposals(piece.stop - known, len(sampled) - 1)
+            run.cached += len(sampled) - 1
+            events += self._take(run, sampled)
         return events
+
+    def _count_proposals(self, proposed: int, held: int) -> None:
+        with self._lock:
+            self._proposed += proposed
+            self._held += held
 
     def _read(self, launched: LaunchedStep) -> list[SequenceEvent]:
         """The same after a launch, once its tokens are here."""
@@ -355,12 +375,16 @@ class EmbeddedEngine(SequenceScheduler):
         for run, tokens in launched.read():
             run.ahead -= len(tokens)
             events += self._take(run, tokens)
+        self._count_proposals(launched.proposed, launched.held)
         return events
 
     def _take(self, run: RunningSequence, tokens: Sequence[Token | None]) -> list[SequenceEvent]:
         if len(run.ids) == len(run.job.prompt):
             self._keep(run)
-        return take_tokens(run, tokens, self.limits.length)
+        events = take_tokens(run, tokens, self.limits.length)
+        if self.limits.exact and run.job.sampling.logprobs is not None and run.job.vision is None:
+            return hold_back(self.models[run.job.model], run, events, tokens)
+        return events
 
 
 def _is_plain(run: RunningSequence, piece: SequencePiece) -> bool:

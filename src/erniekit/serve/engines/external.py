@@ -101,6 +101,8 @@ def make_target(cfg: RunConfig, program: EngineProgram, key: str | None) -> Targ
             fix="erniekit export merges it into its base",
         )
     rank = max((max(u.rank for u in adapter.updates.values()) for adapter in adapters.values()), default=0)
+    if cfg.serve.num_speculative_tokens:
+        warn(f"num_speculative_tokens is for the embedded engine; {program.name}'s own settings go into engine_args")
     sock = bind(cfg.serve.host, cfg.serve.port)  # a taken port is reported before a minute of loading
     port = sock.getsockname()[1]
     sock.close()

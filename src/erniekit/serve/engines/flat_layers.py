@@ -34,14 +34,43 @@ def run_flat(
     """The residual and what the last block adds to it: their sum is what the model's norm takes."""
     added: torch.Tensor | None = None
     for number, layer in enumerate(model.layers):
-        keys, values = cache.keys[number], cache.values[number]
-        x_TH, h_TH = add_norm(x_TH, added, layer.attn_norm.weight, layer.attn_norm.eps)
-        q = store_turned(layer.attn.qkv(h_TH), where, turns, keys, values)
-        added = layer.attn.out(attend(q, keys, values, where, tiles).flatten(1))
-        x_TH, h_TH = add_norm(x_TH, added, layer.mlp_norm.weight, layer.mlp_norm.eps)
-        added = layer.mlp(h_TH[None], _NO_CONTEXT)[0] if layer.sparse else layer.mlp(h_TH)
+        x_TH, added = _run_layer(layer, x_TH, added, where, turns, cache, number, tiles)
     assert added is not None
     return x_TH, added
+
+
+def run_mtp(
+    model: Any,
+    ids: torch.Tensor,
+    hidden_TH: torch.Tensor,
+    where: PagedTokens,
+    turns: TurnAngles,
+    cache: PagedCache,
+    tiles: Tiles | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first MTP layer (models/layers/mtp.py), as `run_flat`. ids [T]: the token behind each place; hidden: the
+    trunk's state there, before its norm."""
+    ahead = model.mtp[0]
+    joined = torch.cat((ahead.emb_norm(model.embed_ids(ids)), ahead.hidden_norm(hidden_TH)), dim=-1)
+    return _run_layer(ahead.block, ahead.proj(joined), None, where, turns, cache, cache.mtp_layer, tiles)
+
+
+def _run_layer(
+    layer: Any,
+    x_TH: torch.Tensor,
+    added: torch.Tensor | None,
+    where: PagedTokens,
+    turns: TurnAngles,
+    cache: PagedCache,
+    number: int,
+    tiles: Tiles | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = cache.keys[number], cache.values[number]
+    x_TH, h_TH = add_norm(x_TH, added, layer.attn_norm.weight, layer.attn_norm.eps)
+    q = store_turned(layer.attn.qkv(h_TH), where, turns, keys, values)
+    added = layer.attn.out(attend(q, keys, values, where, tiles).flatten(1))
+    x_TH, h_TH = add_norm(x_TH, added, layer.mlp_norm.weight, layer.mlp_norm.eps)
+    return x_TH, layer.mlp(h_TH[None], _NO_CONTEXT)[0] if layer.sparse else layer.mlp(h_TH)
 
 
 def logits_of(model: Any, x_TH: torch.Tensor, added: torch.Tensor) -> torch.Tensor:

@@ -35,18 +35,31 @@ class PagedCache:
     """
 
     def __init__(
-        self, config: DecoderConfig, blocks: int, size: int, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: DecoderConfig,
+        blocks: int,
+        size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        mtp: bool = False,
     ) -> None:
+        """mtp: with the keys and values of the first MTP layer, which proposes tokens (speculation.py)."""
         shape = ((blocks + 1) * size, config.num_kv_heads, config.head_dim)
         self.blocks, self.size = blocks, size
-        self.keys = [_zeros(shape, dtype, device) for _ in range(config.num_layers)]
-        self.values = [_zeros(shape, dtype, device) for _ in range(config.num_layers)]
+        self.mtp_layer = config.num_layers  # where its keys and values are
+        layers = config.num_layers + mtp
+        self.keys = [_zeros(shape, dtype, device) for _ in range(layers)]
+        self.values = [_zeros(shape, dtype, device) for _ in range(layers)]
         self.queried = self.shared = 0  # positions that were looked for, and those that were taken as they were
         self._free = list(range(blocks - 1, -1, -1))
         self._holders = [0] * blocks
         self._kept: OrderedDict[int, None] = OrderedDict()  # cached blocks without a reference, the oldest first
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
+
+    def __deepcopy__(self, memo: dict[int, object]) -> PagedCache:
+        """Itself: copies of a model's modules (adapter_batch.py) use the same pool, which is most of the memory."""
+        return self
 
     def blocks_for(self, length: int) -> int:
         return -(-length // self.size)
@@ -121,8 +134,9 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | st
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
-def bytes_per_block(config: DecoderConfig, size: int, dtype: torch.dtype) -> int:
-    return size * cache_bytes(config, dtype.itemsize)
+def bytes_per_block(config: DecoderConfig, size: int, dtype: torch.dtype, mtp: bool = False) -> int:
+    layers = config.num_layers
+    return size * cache_bytes(config, dtype.itemsize) * (layers + mtp) // layers
 
 
 @dataclass(frozen=True)
@@ -260,3 +274,10 @@ def install(model: nn.Module, cache: PagedCache) -> list[PagedAttention]:
         placed.append(PagedAttention(cache, layer))
         block.attn.inner = placed[-1]
     return placed
+
+
+def install_mtp(model: nn.Module, cache: PagedCache) -> PagedAttention:
+    """The same for the first MTP layer, in a cache that has room for it."""
+    inner = PagedAttention(cache, cache.mtp_layer)
+    model.mtp[0].block.attn.inner = inner  # type: ignore[index,union-attr]
+    return inner

@@ -15,19 +15,20 @@ from erniekit.data.types import More
 from erniekit.models.layers.router import Router
 from erniekit.serve.engines.base import Token
 from erniekit.serve.engines.paged import PagedAttention, PagedCache, SequencePiece, Step, install
-from erniekit.serve.engines.sampler import sample
 from erniekit.serve.engines.sequence import RunningSequence
+from erniekit.serve.engines.speculation import MtpProposer, Planned, sample_verified
 from erniekit.serve.engines.vision_input import FeatureCache
-
-Planned = tuple[RunningSequence, SequencePiece]
 
 
 class PlainSteps:
-    """models: their layers are given the paged cache."""
+    """models: their layers are given the paged cache. proposals: tokens that the MTP layer proposes, if any."""
 
-    def __init__(self, models: Mapping[str, nn.Module], cache: PagedCache, features: FeatureCache) -> None:
+    def __init__(
+        self, models: Mapping[str, nn.Module], cache: PagedCache, features: FeatureCache, proposals: int = 0
+    ) -> None:
         self.models: dict[str, nn.Module] = {}
         self.cache, self.features = cache, features
+        self.proposer = MtpProposer(cache, proposals) if proposals else None
         self._attention: dict[str, list[PagedAttention]] = {}
         for name, model in models.items():
             self.add(name, model)
@@ -39,8 +40,8 @@ class PlainSteps:
     def remove(self, name: str) -> None:
         del self.models[name], self._attention[name]
 
-    def run(self, name: str, group: Sequence[Planned]) -> list[Token | None]:
-        """A token for each sequence of which this was the last piece."""
+    def run(self, name: str, group: Sequence[Planned], propose: bool = True) -> list[list[Token | None]]:
+        """The tokens of each sequence of which this was the last piece: one, or several where its proposal held."""
         model = self.models[name]
         step = Step.of([piece for _, piece in group], self.cache.size, self.device)
         for inner in self._attention[name]:
@@ -49,12 +50,26 @@ class PlainSteps:
         context = model.context(step.positions, more=More(modality=step.modality))  # type: ignore[operator]
         hidden = model.run_layers(embedded, context)  # type: ignore[operator]
         self._pool(model, hidden[0], group)
-        sampled = [k for k, (run, piece) in enumerate(group) if piece.stop == len(run.ids) and run.pooled is None]
-        if not sampled:
-            return []
-        last = model.norm(hidden[0, step.last[sampled]])  # type: ignore[operator]
+        sampled = {k: i for i, k in enumerate(k for k, each in enumerate(group) if _is_sampled(*each))}
+        tokens = self._sampled(model, hidden[0], step, [group[k] for k in sampled], list(sampled)) if sampled else []
+        if propose and self.proposer is not None:
+            of_piece = [tokens[sampled[k]] if k in sampled else None for k in range(len(group))]
+            self.proposer.propose(model, hidden[0], group, of_piece)
+        return tokens
+
+    @staticmethod
+    def _sampled(
+        model: nn.Module, hidden_TH: torch.Tensor, step: Step, group: Sequence[Planned], numbers: Sequence[int]
+    ) -> list[list[Token | None]]:
+        """numbers: of these pieces in the step."""
+        proposals = [piece.ids[len(run.ids) : piece.stop] for run, piece in group]
+        counts = torch.tensor([len(proposed) for proposed in proposals])
+        # The last token that is known, and each of its proposal.
+        back = torch.cat([torch.arange(-count, 1) for count in counts.tolist()]).to(step.last.device)
+        ends = step.last[list(numbers)].repeat_interleave((counts + 1).to(step.last.device)) + back
+        last = model.norm(hidden_TH.index_select(0, ends))  # type: ignore[operator]
         logits = model.output.logits(last, model.head_weight(), model.head_bias_or_none())  # type: ignore[union-attr,operator]
-        return sample(logits, [group[k][0].row() for k in sampled])
+        return sample_verified(logits, [run.row() for run, _ in group], proposals)
 
     @staticmethod
     def _pool(model: nn.Module, hidden_TH: torch.Tensor, group: Sequence[Planned]) -> None:
@@ -81,6 +96,10 @@ class PlainSteps:
             return x_1TH
         result: torch.Tensor = model.places(x_1TH, torch.cat(features), torch.cat(places).to(self.device))  # type: ignore[operator]
         return result
+
+
+def _is_sampled(run: RunningSequence, piece: SequencePiece) -> bool:
+    return piece.stop >= len(run.ids) and run.pooled is None
 
 
 def remove_expert_capacity(model: nn.Module) -> None:

@@ -9,23 +9,23 @@ T tokens of a step, B rows of a batch, R rows that draw.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from erniekit.devices.base import Device, Event
-from erniekit.kernels.paged_attention import PagedTokens, Tiles, TurnAngles
-from erniekit.kernels.sampling import draw
+from erniekit.devices.base import Device
+from erniekit.kernels.paged_attention import PagedTokens, Tiles
 from erniekit.serve.engines.adapter_batch import AdapterRows, joined
 from erniekit.serve.engines.base import Token
 from erniekit.serve.engines.flat_layers import angles, logits_of, run_flat
+from erniekit.serve.engines.launched import Fetched, LaunchedStep
 from erniekit.serve.engines.paged import PagedCache, SequencePiece
-from erniekit.serve.engines.plain_step import Planned
-from erniekit.serve.engines.sampler import draw_numbers, params_of, sample
+from erniekit.serve.engines.recorded_speculation import RecordedProposals, StepTensors
+from erniekit.serve.engines.sampler import draw_numbers, sample
 from erniekit.serve.engines.sequence import RunningSequence
+from erniekit.serve.engines.speculation import Planned
 from erniekit.serve.engines.step_state import PLACE, TURN, Sent, StepState
 
 TILE = 64  # tokens of a prompt that one program of the attention kernel takes
@@ -42,71 +42,19 @@ def sizes_up_to(most: int, first: int = 1, factor: int = 2) -> list[int]:
     return out
 
 
-class Fetched:
-    """Tensors of one shape on their way to the host."""
-
-    def __init__(self, like: torch.Tensor, count: int, pinned: bool) -> None:
-        self._copies = [
-            torch.zeros(like.shape, dtype=like.dtype, pin_memory=True) for _ in range(count if pinned else 0)
-        ]
-        self._next = 0
-
-    def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not self._copies:
-            return tensor.clone()
-        copy = self._copies[self._next]
-        self._next = (self._next + 1) % len(self._copies)
-        copy.copy_(tensor, non_blocking=True)
-        return copy
-
-
-@dataclass
-class LaunchedStep:
-    """Rows whose tokens are not read yet: those of chunks (one token) first, then those of a burst."""
-
-    firsts: list[tuple[RunningSequence, int]]  # with the epoch they were launched in
-    going: list[tuple[RunningSequence, int]]
-    steps: int
-    drawn: torch.Tensor | None = None  # [R] on the host
-    ring: torch.Tensor | None = None  # [steps, B] on the host
-    event: Event | None = None
-    known: list[Token | None] | None = None  # read already
-
-    def read(self) -> list[tuple[RunningSequence, list[Token | None]]]:
-        """Waits for them. Of sequences that were put back since nothing is left."""
-        if self.event is not None:
-            self.event.synchronize()
-        out: list[tuple[RunningSequence, list[Token | None]]] = []
-        if self.known is not None:
-            found = [(each, [token]) for each, token in zip([*self.firsts, *self.going], self.known)]
-        else:
-            firsts = [] if self.drawn is None else self.drawn[: len(self.firsts)].tolist()
-            found = [(each, [_token(id)]) for each, id in zip(self.firsts, firsts)]
-            if self.ring is not None:
-                rows = self.ring[: self.steps, : len(self.going)].t().tolist()
-                found += [(each, list(map(_token, ids))) for each, ids in zip(self.going, rows)]
-        for (run, epoch), tokens in found:
-            if not run.gone and run.epoch == epoch:
-                out.append((run, tokens))
-        return out
-
-
-def _token(id: int) -> Token | None:
-    return Token(id) if id >= 0 else None
-
-
 class ChunkInputs:
     """Of a step over T tokens of prompts, R of which draw."""
 
     def __init__(self, tokens: int, rows: int, slots: int, device: torch.device, pinned: bool) -> None:
         self.tile = TILE if tokens >= TILE else SHORT_TILE
-        self.tokens = Sent((4, tokens), torch.int64, device, pinned)  # ids, slots, places, turns
+        self.tokens = Sent((5, tokens), torch.int64, device, pinned)  # ids, slots, places, turns, the ids behind them
         self.tiles = Sent((2, -(-tokens // self.tile) + min(slots, tokens)), torch.int32, device, pinned)
         self.last = Sent((2, rows), torch.int64, device, pinned)  # tokens that draw, their slots
 
 
 class RecordedSteps:
-    """sequences: at once; tokens: of prompts in one step; length: of a sequence; burst: tokens a row in one launch."""
+    """sequences: at once; tokens: of prompts in one step; length: of a sequence; burst: tokens a row in one launch;
+    proposals: tokens that the MTP layer proposes for a row, if any."""
 
     def __init__(
         self,
@@ -117,6 +65,7 @@ class RecordedSteps:
         tokens: int,
         length: int,
         burst: int,
+        proposals: int = 0,
     ) -> None:
         self.numbers = {name: number for number, name in enumerate(models)}
         self.adapters = AdapterRows()
@@ -128,9 +77,9 @@ class RecordedSteps:
         self.batches = sizes_up_to(sequences)
         self.chunks = sizes_up_to(tokens + sequences, SHORT_TILE, 4)
         config = next(iter(self.models.values())).config
-        self.halves = config.rope_style == "halves"
         # Behind pictures a text's places on the axes may run ahead of its place in the sequence.
-        self.cos, self.sin = angles(config, (length + 1) * (1 if config.mrope is None else 4), self.handle)
+        turned = angles(config, (length + 1) * (1 if config.mrope is None else 4), self.handle)
+        self.tensors = StepTensors(self.state, cache, *turned, config.rope_style == "halves", length)
         self.rows = {size: Sent((size,), torch.int64, self.handle, self.pinned) for size in self.batches}
         for sent in self.rows.values():
             sent.here[...] = self.state.padding_slot
@@ -141,6 +90,9 @@ class RecordedSteps:
         self.drawn = torch.zeros(most, dtype=torch.int64, device=self.handle)
         count = FETCHED * len(self.models)
         self._rings, self._drawn = (Fetched(t, count, self.pinned) for t in (self.ring, self.drawn))
+        self.proposals = RecordedProposals(self.tensors, proposals, burst, most) if proposals else None
+        if self.proposals is not None:
+            self._rounds = Fetched(self.proposals.ring, count, self.pinned)
         self._blocks = [0] * sequences  # of each slot, as the state has them
         self._works: dict[tuple[str, str, int, bool], tuple[Callable[[], None], list[torch.Tensor]]] = {}
 
@@ -227,6 +179,8 @@ class RecordedSteps:
             tokens[1, at:end] = run.slot
             tokens[2, at:end] = np.arange(piece.start, piece.stop)
             tokens[3, at:end] = np.arange(piece.start, piece.stop) if piece.vision is None else _turns(piece)
+            behind = piece.ids[piece.start + 1 : piece.stop + 1]
+            tokens[4, at : at + len(behind)] = behind
             for first in range(at, end, inputs.tile):
                 tiles[:, tile] = first, min(inputs.tile, end - first)
                 tile += 1
@@ -247,6 +201,9 @@ class RecordedSteps:
             self.cursor.zero_()
         for _ in range(steps):
             replay()
+        if self.proposals is not None and not special:
+            out.rounds, out.state = self._rounds.take(self.proposals.ring), self.state
+            return []
         self.state.move_on(slots, steps)
         for run in going:
             run.cached += steps
@@ -275,6 +232,8 @@ class RecordedSteps:
         if key not in self._works:
             held: list[torch.Tensor] = [self.drawn]
             body = self._chunk_body if kind == "chunk" else self._batch_body
+            if kind == "batch" and draws and self.proposals is not None:
+                body = self._round_body
 
             def work() -> None:
                 held[0] = body(name, size, draws)
@@ -309,18 +268,27 @@ class RecordedSteps:
 
     def _chunk_body(self, name: str, size: int, draws: bool) -> torch.Tensor:
         model, inputs = self.models[name], self.inputs[size]
-        ids, rows, places, turns = inputs.tokens.there.unbind(0)
+        ids, rows, places, turns, behind = inputs.tokens.there.unbind(0)
         tiles = Tiles(inputs.tiles.there[0], inputs.tiles.there[1], inputs.tile)
         last, slots = inputs.last.there.unbind(0)
         where = PagedTokens(rows, places, self.state.tables, self.cache.size)
         self.adapters.of = self.state.models.there.index_select(0, rows)
-        x, added = run_flat(model, model.embed_ids(ids), where, self._turns(turns), self.cache, tiles)
+        x, added = run_flat(model, model.embed_ids(ids), where, self.tensors.turns(turns), self.cache, tiles)
         logits = logits_of(model, x.index_select(0, last), added.index_select(0, last))
         if draws:
-            drawn = self._draw(logits, slots, places.index_select(0, last) + 1)
+            drawn = self.tensors.drawn(logits, slots, places.index_select(0, last) + 1)
             self.drawn.copy_(drawn)
             self.state.tokens.index_copy_(0, slots, drawn.clamp(min=0))
+            if self.proposals is not None:
+                self.proposals.after_chunk(model, x + added, behind, where, tiles, last, slots, drawn)
         return logits
+
+    def _round_body(self, name: str, size: int, draws: bool) -> torch.Tensor:
+        """As a batch, with proposals."""
+        assert self.proposals is not None
+        drawn = self.proposals.round(self.models[name], self.rows[size].there, self.adapters, self.cursor)
+        self.cursor.add_(1).remainder_(self.burst)
+        return drawn
 
     def _batch_body(self, name: str, size: int, draws: bool) -> torch.Tensor:
         model, state, rows = self.models[name], self.state, self.rows[size].there
@@ -329,9 +297,9 @@ class RecordedSteps:
         where = PagedTokens(rows, places, state.tables, self.cache.size)
         self.adapters.of = state.models.there.index_select(0, rows)
         embedded = model.embed_ids(state.tokens.index_select(0, rows))
-        logits = logits_of(model, *run_flat(model, embedded, where, self._turns(turns), self.cache, None))
+        logits = logits_of(model, *run_flat(model, embedded, where, self.tensors.turns(turns), self.cache, None))
         if draws:
-            drawn = self._draw(logits, rows, places + 1)
+            drawn = self.tensors.drawn(logits, rows, places + 1)
             state.tokens.index_copy_(0, rows, drawn.clamp(min=0))
             # The padding slot does not advance: its one block is overwritten at each step.
             moved = numbers[:, :2] + (rows != state.padding_slot)[:, None].int()
@@ -339,14 +307,6 @@ class RecordedSteps:
             self.ring[:, :size].index_copy_(0, self.cursor, drawn[None])
             self.cursor.add_(1).remainder_(self.burst)  # recording goes round as often as it likes
         return logits
-
-    def _turns(self, at: torch.Tensor) -> TurnAngles:
-        return TurnAngles(self.cos, self.sin, at, self.halves)
-
-    def _draw(self, logits: torch.Tensor, slots: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        state = self.state
-        params = params_of(state.floats.there.index_select(0, slots), state.integers.there.index_select(0, slots))
-        return draw(logits, params, places)
 
 
 def needs_history(run: RunningSequence) -> bool:

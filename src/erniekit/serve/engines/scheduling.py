@@ -10,10 +10,16 @@ from collections import deque
 from dataclasses import dataclass
 
 from erniekit.serve.engines.fair_queue import FairQueue, in_turn, over_share, youngest_of_largest
+from erniekit.serve.engines.launched import LaunchedStep
 from erniekit.serve.engines.paged import PagedCache, SequencePiece
-from erniekit.serve.engines.plain_step import Planned
-from erniekit.serve.engines.recorded import LaunchedStep, RecordedSteps, needs_history
+from erniekit.serve.engines.recorded import RecordedSteps, needs_history
 from erniekit.serve.engines.sequence import RunningSequence
+from erniekit.serve.engines.speculation import Planned
+
+
+def _with_proposal(run: RunningSequence, end: int) -> list[int]:
+    """Its tokens, and those of its proposal up to `end`."""
+    return [*run.ids, *run.proposals[: end - len(run.ids)]] if run.proposals and end > len(run.ids) else run.ids
 
 
 @dataclass(frozen=True)
@@ -24,6 +30,8 @@ class EngineLimits:
     queue: int = 64  # sequences that may wait
     feature_bytes: int = 512 << 20  # of pictures, kept in host memory
     burst: int = 4  # tokens of each sequence in one launch of recorded steps, while no prompt is read
+    exact: bool = False  # log-probabilities are those of training's forward pass, and come with the end of an answer
+    proposals: int = 0  # tokens that the model's MTP layer proposes for each sequence and step; 0: none
 
 
 class SequenceScheduler:
@@ -58,13 +66,28 @@ class SequenceScheduler:
         ends: dict[RunningSequence, int] = {}
         for run in sorted(in_turn(open_ends), key=lambda run: run.length - run.cached > 1):
             todo = run.length - run.cached
-            count = steps if run.placed else todo if todo == 1 else min(todo, budget)
-            if run in self._running and count > 0 and self._reserve_blocks(run, run.cached + count, ends):
-                ends[run] = run.cached + count
+            proposed = self._verifiable(run) if todo == 1 else 0
+            count = self._most_of(steps) if run.placed else 1 + proposed if todo == 1 else min(todo, budget)
+            end = min(run.cached + count, self.limits.length)
+            # Behind the tokens of this step the proposals of the next have their places.
+            last = min(end + self.limits.proposals, self.limits.length)
+            if run in self._running and count > 0 and self._reserve_blocks(run, last, ends):
+                ends[run] = end
                 budget -= 0 if run.placed else count
-        return [
-            (run, SequencePiece(run.ids, run.cached, end, run.table, run.job.vision)) for run, end in ends.items()
-        ], steps
+        plan = [
+            (run, SequencePiece(_with_proposal(run, end), run.cached, end, run.table, run.job.vision))
+            for run, end in ends.items()
+        ]
+        return sorted(plan, key=lambda planned: not planned[1].decodes), steps
+
+    def _verifiable(self, run: RunningSequence) -> int:
+        """Tokens of its proposal that could be part of the answer, with another behind them."""
+        room = min(run.left, self.limits.length - run.length) - 1
+        return max(0, min(len(run.proposals), room))
+
+    def _most_of(self, steps: int) -> int:
+        """Tokens of a sequence in so many recorded steps."""
+        return steps * (1 + self.limits.proposals)
 
     def _burst(self, runs: list[RunningSequence]) -> int:
         """Tokens of each that decodes: several while no prompt is being read. Who waits still waits for a place."""
@@ -73,7 +96,7 @@ class SequenceScheduler:
         if any(needs_history(run) for run in runs):
             return 1
         most = min((min(run.left, self.limits.length - run.length) for run in runs), default=1)
-        return max(1, min(self.limits.burst, most))
+        return max(1, min(self.limits.burst, most // self._most_of(1)))
 
     def _admit(self, new: RunningSequence) -> bool:
         """Whether it can run now. Those of clients and requests that hold more than their share wait again for it."""
@@ -113,6 +136,7 @@ class SequenceScheduler:
             self._running.remove(run)
             if self.recorded is not None:
                 self.recorded.leave(run)
+            run.proposals = []
             self._keep(run)
         self.cache.release(run.table)
 

@@ -6,7 +6,7 @@ import asyncio
 import random
 from dataclasses import dataclass, field
 
-from erniekit.serve.engines.base import GenerationJob, TokenMatcher, TokenStream
+from erniekit.serve.engines.base import GenerationJob, Token, TokenMatcher, TokenStream
 from erniekit.serve.engines.pooling import PooledStates
 from erniekit.serve.engines.sampler import SamplerRow
 from erniekit.serve.engines.vision_input import FeatureReader
@@ -31,6 +31,8 @@ class RunningSequence:
     features: FeatureReader | None = None  # of the pictures in its prompt
     matcher: TokenMatcher | None = None  # of its grammar
     pooled: PooledStates | None = None  # of a prompt whose pooled states are requested
+    held: list[Token] = field(default_factory=list)  # sampled and not delivered yet (exact_logprobs.py)
+    proposals: list[int] = field(default_factory=list)  # tokens that may follow, not verified yet (speculation.py)
 
     @property
     def job(self) -> GenerationJob:

@@ -158,6 +158,14 @@ def test_vllm_gets_what_was_asked_for_and_keeps_its_own_defaults(model):
     assert "--dtype" not in arguments("vllm", str(model), "port=0", "compute_type=wint4/8"), "no word of vLLM's"
 
 
+def test_proposals_of_the_embedded_engine_are_no_setting_of_another_and_one_line_says_so(model, capsys):
+    argv = arguments("vllm", str(model), "port=0", "num_speculative_tokens=2")
+    assert not any("specul" in word for word in argv)
+    told = capsys.readouterr().err
+    assert "vllm's own settings go into engine_args" in told
+    assert told.count("num_speculative_tokens") == 1
+
+
 def test_adapters_go_to_vllm_and_sglang_by_name_and_fastdeploy_has_none(model, tmp_path):
     own = ModelFolder(model).build()
     settings = LoRASettings(12, 24.0)

@@ -129,23 +129,27 @@ def test_adapters_of_one_base_answer_side_by_side_as_each_merged(small: Found, t
         generated = answers(engine, asked)
     finally:
         engine.stop()
+    assert engine.recorded.models[""].layers[0].attn.inner.cache is engine.cache, "the pool was copied"
     merged = {"base": small.build()} | {n: fold(Found(small.weights, f).build()) for n, f in folders.items()}
     assert generated == [alone(merged[one.model], list(one.prompt)) for one in asked]
     assert len({tuple(s) for s in generated[:3]}) == 3, "the adapters change nothing"
 
 
-def test_experts_with_adapters_run_once_for_each_model(tmp_path: Path):
+def test_adapters_of_experts_answer_side_by_side_as_each_merged(tmp_path: Path):
     found = find_model(make_tiny_model(tmp_path / "moe", family="ernie4_5_moe", layers=2))
-    adapter = Found(found.weights, make_adapter(found.weights, tmp_path / "a", 0))
+    adapters = {n: Found(found.weights, make_adapter(found.weights, tmp_path / n, k)) for k, n in enumerate("ab")}
     base = found.build()
-    engine = engine_of({"base": base, "a": with_adapter(base, adapter)})
+    engine = engine_of({"base": base, **{name: with_adapter(base, one) for name, one in adapters.items()}})
+    asked = [job(p, name) for p in prompts(2, seed=3) for name in ("base", "a", "b")]
     try:
         assert engine.recorded is not None
-        assert engine.recorded.tree_of("a") == "a"
-        generated = answers(engine, [job([3, 4, 5], "base"), job([3, 4, 5], "a")])
+        assert {engine.recorded.tree_of(name) for name in ("base", "a", "b")} == {""}, "one launch for all"
+        generated = answers(engine, asked)
     finally:
         engine.stop()
-    assert generated == [alone(found.build(), [3, 4, 5]), alone(fold(adapter.build()), [3, 4, 5])]
+    merged = {"base": found.build()} | {name: fold(one.build()) for name, one in adapters.items()}
+    assert generated == [alone(merged[one.model], list(one.prompt)) for one in asked]
+    assert len({tuple(s) for s in generated[:3]}) == 3, "the adapters change nothing"
 
 
 def test_an_answer_ends_at_a_stop_token_and_what_was_computed_beyond_it_is_dropped(
