@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module, metadata
@@ -19,13 +20,16 @@ from erniekit import capabilities
 from erniekit.kernels import broken
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+IMPORT_SECONDS: dict[str, float] = {}  # of optional libraries, where a run's start can see them
 
 
 def loaded(name: str, *needed: str, package: str = "") -> ModuleType | None:
     """An optional module that has all it is wanted for; None where it is not installed or does not load. package: what
     it is installed as; prints a line where it is there and does not load."""
+    began = time.perf_counter()
     try:
         module = import_module(name)
+        IMPORT_SECONDS[name] = round(time.perf_counter() - began, 2)
         if missing := [each for each in needed if not hasattr(module, each)]:
             raise ImportError(f"{name} has no {missing[0]}")
     except Exception as problem:  # a version that does not fit the driver, Python or torch raises whatever it likes

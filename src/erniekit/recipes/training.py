@@ -23,6 +23,7 @@ from erniekit.config.metrics import PREFIX
 from erniekit.data.formats import CLASS_FORMATS, FORMATS, PREFERENCE_FORMATS, UNPAIRED_FORMATS
 from erniekit.devices import pick
 from erniekit.errors import Preempted
+from erniekit.kernels.available import IMPORT_SECONDS
 from erniekit.log import typed, without_secrets
 from erniekit.loss_table import PAIR_LOSSES, TOKEN_LOSSES
 from erniekit.models import MODELS
@@ -147,7 +148,7 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
         # Nothing is refused from here on.
         if world.is_main:
             write_recipe(output, cfg, command)
-        run_summary.describe(record, cfg, data, coverage, plan.device, kernels, checks, notes, parts.seconds)
+        run_summary.describe(record, cfg, data, coverage, plan.device, kernels, checks, notes, parts.all())
         hooks = [dog, *hooks_for(stage, cfg, built, data, saver, trackers, prepare, session.hooks)]
         trainer = Trainer(
             step=step_for(cfg, built, optimizer, data, prepare),
@@ -187,6 +188,10 @@ class StartTimes:
     def end(self, part: str) -> None:
         now = time.perf_counter()
         self.seconds[part], self._last = round(now - self._last, 2), now
+
+    def all(self) -> dict[str, float]:
+        """And what importing libraries of kernels took of them."""
+        return self.seconds | {f"import {name}": took for name, took in IMPORT_SECONDS.items()}
 
 
 def checkpoints(cfg: RunConfig, output: Path) -> CheckpointManager:
