@@ -29,16 +29,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from erniekit import capabilities  # noqa: E402
+from support.disk import wait_for_no_disk  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
 
-
-def _checked_descriptor(fd: int) -> None:
-    """os.fsync without the wait for the disk, some milliseconds each: tests kill processes and cut no power, so what
-    was written stays readable. A descriptor that is closed is still an error. Processes that tests start do wait."""
-    os.fstat(fd)
-
-
-os.fsync = os.fdatasync = _checked_descriptor
+wait_for_no_disk()
 
 # A shell ignores Ctrl-C for what it runs in the background, and children inherit that; tests press it for real.
 if threading.current_thread() is threading.main_thread():
