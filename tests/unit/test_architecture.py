@@ -25,6 +25,7 @@ ALLOWED = {
     "progress": set(),
     "version": set(),
     "registry": {"errors", "log"},
+    "flag_parser": {"errors", "registry"},
     "weight_kinds": {"registry"},
     "quant_schemes": set(),
     "lora_scale": set(),
@@ -74,8 +75,8 @@ ALLOWED = {
 # Where CUDA may be named: everything else asks devices/. Peers of the benchmark are other people's programs.
 NAMES_CUDA = ("devices", "kernels", "bench/peers")
 OPEN = {
-    "capabilities", "errors", "extras", "files", "heartbeat", "log", "lora_scale", "loss_table", "model_contract",
-    "printable", "process_stat", "progress", "quant_schemes", "registry", "version", "weight_kinds",
+    "capabilities", "errors", "extras", "files", "flag_parser", "heartbeat", "log", "lora_scale", "loss_table",
+    "model_contract", "printable", "process_stat", "progress", "quant_schemes", "registry", "version", "weight_kinds",
 }  # fmt: skip
 
 
