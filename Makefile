@@ -27,14 +27,17 @@ docs: $(RUNS)
 	$(PIP) -c constraints.txt -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
+# Hundreds of tests start processes: without bytecode each would compile all of erniekit again, a second of processor.
+TEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist loadgroup
+
 test: lint types
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not full and not cuda"
+	$(TEST) -m "not full and not cuda"
 
 # Heavier sizes of the fault tests (their results: docs/faults.md), every command of the docs, and GGUF files in
 # llama.cpp: the first run builds it (cmake, a C++ compiler, some minutes) into build/llama-cpp.
 # ERNIEKIT_TORCHES=/a/bin/python:/b/bin/python also trains with their versions of torch (docs/adding-a-device.md).
 test-full: lint types
-	FAULT_TABLE=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not cuda"
+	FAULT_TABLE=1 $(TEST) -m "not cuda"
 
 lint: $(READY)
 	$(BIN)/ruff check src tests examples benchmarks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import getpass
 import os
 import signal
@@ -28,7 +29,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from erniekit import capabilities  # noqa: E402
+from support.disk import wait_for_no_disk  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
+
+wait_for_no_disk()
 
 # A shell ignores Ctrl-C for what it runs in the background, and children inherit that; tests press it for real.
 if threading.current_thread() is threading.main_thread():
@@ -60,6 +64,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, o
         if grouped and item.nodeid != grouped:
             item._id = type(item.id).parse(grouped)
     return result
+
+
+def pytest_collection_finish() -> None:
+    """Every run ends with a garbage collection, which would walk through all imported modules each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,12 @@ def losses(folder: Path) -> list[float]:
     "keys", [{}, dict(fine_tuning="LoRA", lora_rank=4, sequence_parallel=True)], ids=["full", "lora"]
 )
 def test_a_run_is_repeated_from_its_folder_alone(
-    keys: dict[str, object], train: Callable, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    keys: dict[str, object],
+    train: Callable,
+    rows: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -33,8 +38,29 @@ def test_a_run_is_repeated_from_its_folder_alone(
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     assert main(["train", str(first / "recipe.yaml"), "output_dir=again"]) == 0
+    assert "has changed" not in capsys.readouterr().out
     assert losses(elsewhere / "again") == losses(first)
     assert len(losses(first)) == 3
+
+
+def test_a_run_repeated_on_changed_data_names_the_file_once(
+    train: Callable, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    text = rows.read_text()
+    Path("mine.jsonl").write_text(text)
+    Path("other.jsonl").write_text(text)
+    data = "mine.jsonl,other.jsonl"
+    train(Path("first"), train_dataset_path=data, max_steps=1, train_dataset_prob="0.5,0.5", doctor="off")
+    Path("mine.jsonl").write_text(text + text.splitlines()[0] + "\n")
+    capsys.readouterr()
+    # Other keys of the run may be others: that is not the data's.
+    assert main(["train", "first/recipe.yaml", "output_dir=again", "max_seq_len=80"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "has changed" in line]
+    assert line.startswith(f"note     {tmp_path / 'mine.jsonl'} has changed since first was trained on it: 16 rows")
+    assert ", 17 (" in line
+    told = json.loads(Path("again/run.json").read_text())
+    assert line.removeprefix("note     ") in told["notes"]
 
 
 def test_the_record_of_a_run_names_code_versions_data_and_variables(

@@ -17,7 +17,7 @@ from support.serving import Live, tiny_folder
 pytestmark = pytest.mark.xdist_group("server")
 
 ASK = [{"role": "user", "content": "hello there"}]
-EXAMPLES = 8
+EXAMPLES = 4
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
 
 
@@ -289,7 +289,7 @@ def test_a_body_over_eight_megabytes_is_refused_before_it_is_read(live):
     assert live.chat().status_code == 200
 
 
-@pytest.mark.parametrize("examples", [EXAMPLES, pytest.param(8 * EXAMPLES, marks=pytest.mark.full)])
+@pytest.mark.parametrize("examples", [EXAMPLES, pytest.param(16 * EXAMPLES, marks=pytest.mark.full)])
 def test_the_servers_own_schema_fuzzed_gives_no_server_error(live, examples):
     import schemathesis
     from hypothesis import HealthCheck, Phase, given, settings

@@ -4,6 +4,7 @@ Started by rank_runs.py: jobs come as JSON lines on stdin, process ids and exit 
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import runpy
@@ -113,5 +114,7 @@ if __name__ == "__main__":
     for name in ALONE:
         os.environ.pop(name, None)
     warm(sys.argv[1:])
+    gc.collect()
+    gc.freeze()  # every run of a rank collects garbage at its end
     tell(ready=True)
     serve()

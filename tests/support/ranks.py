@@ -1,4 +1,5 @@
-"""A pool of rank processes, started once a session: `import torch` costs two seconds a process, a test should not.
+"""A pool of rank processes, started once a session: one process imports torch and erniekit, which takes seconds, and
+forks the others.
 
 `Ranks.run(n, function, *args)` makes the first n of them a gloo world and calls function(*args) in each.
 """
@@ -6,11 +7,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import importlib.util
 import os
 import pickle
 import selectors
+import signal
 import socket
 import struct
 import subprocess
@@ -23,7 +26,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT = 240.0  # seconds a call may take before the pool is torn down; three ranks import torch in the first
+TIMEOUT = 240.0  # seconds a call may take before the pool is torn down; the first waits for imports, too
+
+
+FORK, KILL = b"f", b"k"  # what the process that forks ranks is asked for: one more, or an end to all
 
 
 class RankFailed(AssertionError):
@@ -31,12 +37,12 @@ class RankFailed(AssertionError):
 
 
 class Ranks:
-    def __init__(self, most: int = 8) -> None:
-        self.most = most
-        self._workers: list[tuple[subprocess.Popen, socket.socket]] = []
+    def __init__(self) -> None:
+        self._forker: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+        self._workers: list[socket.socket] = []
 
     def _start(self, count: int) -> None:
-        while len(self._workers) < count:
+        if self._forker is None:
             ours, theirs = socket.socketpair()
             env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
             for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -45,7 +51,14 @@ class Ranks:
             process = subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()], stdout=subprocess.DEVNULL)
             theirs.close()
             ours.settimeout(TIMEOUT)
-            self._workers.append((process, ours))
+            self._forker = process, ours
+        while len(self._workers) < count:
+            ours, theirs = socket.socketpair()
+            socket.send_fds(self._forker[1], [FORK], [theirs.fileno()])
+            assert self._forker[1].recv(1) == FORK, "the process that forks ranks died"
+            theirs.close()
+            ours.settimeout(TIMEOUT)
+            self._workers.append(ours)
 
     def run(self, count: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What each of the ranks returned, in order. `function` is a module-level function of a test file."""
@@ -54,11 +67,11 @@ class Ranks:
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(count):
                 job = (rank, count, f"{folder}/store", str(file), function.__qualname__, args)
-                _send(self._workers[rank][1], job)
+                _send(self._workers[rank], job)
             answers = self._answers(count)
         failed = [(rank, text) for rank, (ok, text) in sorted(answers.items()) if not ok]
         if failed or len(answers) < count:
-            self.close()  # the others may hang in a collective with the dead one
+            self._kill()  # the others may hang in a collective with the dead one
             silent = [rank for rank in range(count) if rank not in answers]
             words = [f"rank {rank}:\n{text}" for rank, text in failed]
             raise RankFailed("\n".join([*words, f"no answer from ranks {silent}" if silent else ""]))
@@ -70,7 +83,7 @@ class Ranks:
         deadline = time.monotonic() + TIMEOUT
         with selectors.DefaultSelector() as watch:
             for rank in range(count):
-                watch.register(self._workers[rank][1], selectors.EVENT_READ, rank)
+                watch.register(self._workers[rank], selectors.EVENT_READ, rank)
             while len(answers) < count and (left := deadline - time.monotonic()) > 0:
                 for key, _ in watch.select(left):
                     watch.unregister(key.fileobj)
@@ -82,12 +95,21 @@ class Ranks:
                         deadline = min(deadline, time.monotonic() + 3.0)
         return answers
 
-    def close(self) -> None:
-        for process, link in self._workers:
+    def _kill(self) -> None:
+        for link in self._workers:
             link.close()
-            process.kill()
-            process.wait()
         self._workers = []
+        if self._forker is not None:
+            self._forker[1].sendall(KILL)
+            self._forker[1].recv(1)
+
+    def close(self) -> None:
+        self._kill()
+        if self._forker is not None:
+            process, link = self._forker
+            link.close()
+            process.wait(TIMEOUT)
+            self._forker = None
 
 
 def _send(link: socket.socket, value: Any) -> None:
@@ -109,11 +131,43 @@ def _receive(link: socket.socket) -> Any:
     return pickle.loads(exactly(struct.unpack("!Q", exactly(8))[0]))
 
 
-def _serve(link: socket.socket) -> None:
+def _fork_ranks(link: socket.socket) -> None:
+    """Ranks on demand; all of them end with the test process, whatever they wait for."""
     import torch
-    import torch.distributed as dist
+
+    import erniekit.recipes.training  # noqa: F401 - so that no rank has to
+    from support.disk import wait_for_no_disk
 
     torch.set_num_threads(1)
+    wait_for_no_disk()
+    gc.collect()
+    gc.freeze()  # every run of a rank collects garbage at its end
+    pids: list[int] = []
+    while True:
+        message, fds, _, _ = socket.recv_fds(link, 1, 1)
+        if message == FORK:
+            pid = os.fork()
+            if pid == 0:
+                link.close()
+                try:
+                    _serve(socket.socket(fileno=fds[0]))
+                finally:
+                    os._exit(0)
+            os.close(fds[0])
+            pids.append(pid)
+        else:
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            pids.clear()
+        if not message:
+            return
+        link.sendall(message)
+
+
+def _serve(link: socket.socket) -> None:
+    import torch.distributed as dist
+
     modules: dict[str, Any] = {}
     while True:
         try:
@@ -142,4 +196,4 @@ def _serve(link: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    _fork_ranks(socket.socket(fileno=int(sys.argv[1])))

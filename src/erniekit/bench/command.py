@@ -22,6 +22,7 @@ from erniekit.bench.report import differences, remarks, table
 from erniekit.bench.workloads import WORKLOADS, BenchOptions, Workload, chosen
 from erniekit.errors import ConfigError
 from erniekit.files import OwnedFiles
+from erniekit.flag_parser import FlagParser
 from erniekit.log import emit
 from erniekit.registry import nearest
 
@@ -196,13 +197,8 @@ def _items(text: str) -> list[str]:
     return [item for item in text.replace(" ", ",").split(",") if item]
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise ConfigError(message, where="erniekit bench", fix="erniekit bench --help lists the flags")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="erniekit bench", add_help=False)
+    parser = FlagParser(prog="erniekit bench", add_help=False)
     parser.add_argument("keys", nargs="*", metavar="key=value")
     parser.add_argument("--only", default="")
     parser.add_argument("--peers", default=None)

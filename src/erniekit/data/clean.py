@@ -16,7 +16,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
-from erniekit.data.flag_parser import FlagParser
 from erniekit.data.formats import Raw
 from erniekit.data.formats.columns import Columns
 from erniekit.data.formats.files import decode
@@ -29,6 +28,7 @@ from erniekit.data.text_rows import PlainText
 from erniekit.data.types import RowProblem
 from erniekit.errors import ConfigError, DataError
 from erniekit.files.unwritable import way_out
+from erniekit.flag_parser import FlagParser
 from erniekit.log import emit, paint, warn
 from erniekit.printable import counted, public
 from erniekit.progress import WorkProgress

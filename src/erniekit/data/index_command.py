@@ -9,7 +9,6 @@ import argparse
 import time
 from pathlib import Path
 
-from erniekit.data.flag_parser import FlagParser
 from erniekit.data.index import Indexed, index_text
 from erniekit.data.mmap_files import CODES, SUFFIXES, narrowest
 from erniekit.data.report import short
@@ -17,6 +16,7 @@ from erniekit.data.text_job import TextJob
 from erniekit.data.token_cache import cores
 from erniekit.data.tokenizer import load_tokenizer
 from erniekit.errors import ConfigError
+from erniekit.flag_parser import FlagParser
 from erniekit.log import emit, paint, typed, warn
 
 _DTYPES = ("uint8", "int8", "int16", "int32", "int64", "uint16")

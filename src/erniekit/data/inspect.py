@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from erniekit.data.assemble import Assembled
-from erniekit.data.flag_parser import FlagParser
 from erniekit.data.formats import FORMATS, Detected, Raw
 from erniekit.data.formats.columns import Columns, as_columns
 from erniekit.data.formats.files import file_encoding
@@ -21,9 +20,10 @@ from erniekit.data.report import SHOWN_LINES, DataReport, quality_lines, unused_
 from erniekit.data.stage_rows import STAGES, StageRows, stage_rows
 from erniekit.data.storage import listed_files
 from erniekit.data.thinking import has_thought
-from erniekit.data.tokenizer import load_tokenizer
+from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.data.types import ChatMessage, ParsedRow, RowProblem
 from erniekit.errors import ConfigError, DataError
+from erniekit.flag_parser import FlagParser
 from erniekit.log import emit, paint
 from erniekit.printable import counted
 from erniekit.progress import WorkProgress
@@ -44,10 +44,11 @@ def data_command(args: list[str]) -> int:
     given.columns = columns_given(given.columns)
     plain = given.stage == "PT" or any(word.endswith(".txt") for word in given.files)
     files = [str(file.path) for file in listed_files(given.files, text=plain)]
+    tokenizer = load_tokenizer(Path(given.model).expanduser()) if given.model else None  # seconds: once for all files
     code, unread = 0, list[str]()
     for path in files:
         try:
-            code = max(code, _check(path, given))
+            code = max(code, _check(path, given, tokenizer))
         except DataError as error:  # of several files, one that cannot be read does not hide the others
             if len(files) == 1:
                 raise
@@ -103,11 +104,10 @@ def data_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check(path: str, given: argparse.Namespace) -> int:
-    tokenizer = load_tokenizer(Path(given.model).expanduser()) if given.model else None
+def _check(path: str, given: argparse.Namespace, tokenizer: Tokenizer | None) -> int:
     found = stage_rows(path, given.stage, given.type, given.columns, tokenizer, vision=True)
     if found.vision:
-        return _check_vision(path, found, given)
+        return _check_vision(path, found, given, tokenizer)
     total = examples = 0
     kinds: Counter[str] = Counter()
     shown: list[RowProblem] = []
@@ -161,14 +161,14 @@ def _label_line(labels: Counter[str], found: StageRows) -> str:
     return f"classes: {named}{more}"
 
 
-def _check_vision(path: str, rows: StageRows, given: argparse.Namespace) -> int:
+def _check_vision(path: str, rows: StageRows, given: argparse.Namespace, tokenizer: Tokenizer | None) -> int:
     from erniekit.data.vision.budget import budget_lines, measure, model_rules
 
     found = Detected(rows.format, rows.why, rows.preference, rows.vision)
 
     model = Path(given.model).expanduser() if given.model else None
     rules = model_rules(model, given.pixels)
-    budget = measure(path, found, rules, given.length, model)
+    budget = measure(path, found, rules, given.length, tokenizer)
     emit(f"{path}: {paint(found.format, 'bold')} ({found.why})")
     for line in budget_lines(path, budget, rules, given.length, model is not None):
         emit(line)

@@ -306,7 +306,7 @@ def index_online(
         if bad_rows_path:
             listed = _list_bad_rows(listed, str(path), Path(bad_rows_path), append=bool(reports))
         made.report.check(max_bad_fraction, listed)
-        made.report.from_cache = not made.fresh
+        made.report.from_cache, made.report.content = not made.fresh, content
         reports.append(made.report)
         corpora.append(replace(open_files(made.prefix), name=str(path)))
     return corpora, reports

@@ -40,6 +40,7 @@ class DataReport:
     truncated_tokens: int = 0
     unused: dict[str, int] = field(default_factory=dict)  # field -> rows in which it holds something no reader takes
     encoding: str = ""  # and how it was found; empty for UTF-8
+    content: str = ""  # a digest of the file, empty where it is not read whole; repeat.py compares it
     duplicates: int = 0  # rows with the same content as an earlier one
     first_duplicates: list[tuple[int, int]] = field(default_factory=list)  # (line, line of the first)
     near_empty: int = 0  # rows with a nearly empty answer

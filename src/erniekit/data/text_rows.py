@@ -15,7 +15,7 @@ from typing import IO, Any, NamedTuple
 
 from erniekit.data.formats import files
 from erniekit.data.formats.encodings import UTF8, as_utf8
-from erniekit.data.formats.files import MAX_ROW_BYTES, Raw, Unpacked, rows, skip_line
+from erniekit.data.formats.files import MAX_ROW_BYTES, Raw, Unpacked, rows, skip_line, without_mark
 from erniekit.data.types import UNREADABLE, RowProblem
 from erniekit.errors import DataError
 from erniekit.files import refuse_special
@@ -80,7 +80,7 @@ def documents(path: Path, place: Place) -> Iterator[FoundDocument]:
             yield FoundDocument(number + 1, problem, Place(place.file, _LOST, number + 1), size)
 
 
-def _line(stream: IO[bytes], first: bool) -> tuple[bytes, int]:
+def _line(stream: IO[bytes]) -> tuple[bytes, int]:
     """The next line and its size; empty bytes of a size above 0 when it is over the limit."""
     line = stream.readline(MAX_ROW_BYTES + 2)
     size = len(line)
@@ -89,19 +89,19 @@ def _line(stream: IO[bytes], first: bool) -> tuple[bytes, int]:
         if not ended:
             raise OSError(f"the line has more than {size >> 20} MiB")
         return b"", size
-    return line.removeprefix(_BOM) if first else line, size
+    return line, size
 
 
 def _lines(stream: IO[bytes], path: Path, number: int) -> Iterator[tuple[int, Raw, int]]:
     blank = 0
     while True:
-        line, size = _line(stream, number == 0)
+        line, size = _line(stream)
         if not size:
             return
         number += 1
         if not line and size > MAX_ROW_BYTES:
             yield number, _too_long(path, number, size), number
-        elif line := line.strip(_BLANK):
+        elif line := without_mark(line):
             blank = 0
             yield number, line, number
         else:
@@ -113,7 +113,8 @@ def _paragraphs(stream: IO[bytes], path: Path, number: int) -> Iterator[tuple[in
     block: list[bytes] = []
     first = size = blank = 0
     while True:
-        line, length = _line(stream, number == 0)
+        line, length = _line(stream)
+        line = line if number else line.removeprefix(_BOM)
         number += 1
         if not line and length:
             yield number, _too_long(path, number, length), number

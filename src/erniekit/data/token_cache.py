@@ -188,6 +188,7 @@ def tokenised(
     report = _opened(folder, job)
     if report is None:
         report = _build(folder, job, num_proc or cores(), lines)
+    report.content = content
     listed = Path(bad_rows_path or folder / BAD_ROWS)
     if bad_rows_path:
         _list_bad_rows(folder, report, listed, append_bad_rows)

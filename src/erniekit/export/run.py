@@ -5,6 +5,7 @@ Called by recipes/run.py (run_export), recipes/quantize.py and the demo (export)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,6 +48,9 @@ from erniekit.models.names import Entry
 from erniekit.models.score_head import labels_in
 from erniekit.result import RunResult
 from erniekit.weight_kinds import BF16
+
+SHOWN = 5  # tensors that hold something else than numbers
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def run_export(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
@@ -196,7 +200,7 @@ def export(
         check_target(out, [base, *folders])
         made, needed = (write, size) if as_gguf is None else (write_file, as_gguf.size)
         publish(out.parent, out.name, made, info=info, expected_bytes=needed, may_replace=check_replaceable)
-    _show_result(out, loaded, merge, proofs, f"{layout} layout" if as_gguf is None else as_gguf.kind.name)
+    _show_result(out, source, loaded, merge, proofs, f"{layout} layout" if as_gguf is None else as_gguf.kind.name)
     for each in filter(None, proved):
         (emit if each.stage is None else warn)(f"checked  {each.line()}" if each.stage is None else each.line())
     return out
@@ -245,14 +249,29 @@ def _check_bases(source: ModelFolder, folders: Sequence[Path], adapters: Sequenc
 
 
 class _Watched(ModelFolder):
-    """Passes to a progress bar how many bytes were read."""
+    """Passes to a progress bar how many bytes were read, and counts what is no number."""
 
     advance: Callable[[int], object] = staticmethod(lambda size: None)
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self._not_finite: dict[str, tuple[int, int]] = {}  # stored tensor -> values that are NaN or infinite, all
 
     def tensor(self, name: str) -> torch.Tensor:
         out = self.slices().read(name)  # a plain read: pages of a mapping count as memory
         self.advance(out.numel() * out.element_size())
+        if name not in self._not_finite and out.dtype in _FLOATS:
+            # A sum needs no memory. It is finite unless a value is not, or values are huge: then each is looked at.
+            finite = math.isfinite(float(out.sum(dtype=torch.float32)))
+            self._not_finite[name] = (0 if finite else int((~out.isfinite()).sum()), out.numel())
         return out
+
+    def not_finite(self) -> list[str]:
+        """A line for each of the first tensors that hold such values, and one for the others."""
+        found = [(name, bad, of) for name, (bad, of) in self._not_finite.items() if bad]
+        lines = [f"{name} holds {bad:,} of {of:,} values that are NaN or infinite" for name, bad, of in found[:SHOWN]]
+        more = len(found) - SHOWN
+        return lines + ([f"so do {more:,} more tensors"] if more > 0 else [])
 
     def fill(self, entry: Entry, out: torch.Tensor, first: int = 0) -> None:
         before = self.slices().bytes_read
@@ -300,8 +319,15 @@ def _bar(size: int, what: str) -> Iterator[Callable[[int], object]]:
 
 
 def _show_result(
-    out: Path, adapters: Sequence[Adapter], merge: _Merge, proofs: Sequence[Proof | GgufProof], what: str
+    out: Path,
+    source: _Watched,
+    adapters: Sequence[Adapter],
+    merge: _Merge,
+    proofs: Sequence[Proof | GgufProof],
+    what: str,
 ) -> None:
+    for line in source.not_finite():
+        warn(f"{line}, in {source.path} as in the export")
     for adapter in adapters:
         emit(f"merged   {len(adapter.updates)} projections of {adapter.where} into {merge.source.path}, in fp32")
     rounded = merge.grid != BF16

@@ -18,7 +18,6 @@ from erniekit.config import RunConfig, load, need
 from erniekit.config.flat import KEYS
 from erniekit.data.assemble import Dropped
 from erniekit.data.classification import ClassifyJob, ClassRow, class_rows, classes_in
-from erniekit.data.flag_parser import FlagParser
 from erniekit.data.formats import Raw, detect, rows
 from erniekit.data.formats.columns import Columns, as_columns
 from erniekit.data.formats.files import decode
@@ -32,6 +31,7 @@ from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.data.types import IGNORE, ChatMessage, Conversation, RowProblem, Sample
 from erniekit.data.unpaired import Unpaired, UnpairedSample
 from erniekit.data.unpaired_source import unpaired_rows
+from erniekit.flag_parser import FlagParser
 from erniekit.log import colour_on, emit, paint
 from erniekit.loss_table import PREFERENCE_KEYS
 

@@ -20,10 +20,12 @@ from erniekit.config import RunConfig
 from erniekit.config.flat import DEFAULTS, KEYS
 from erniekit.config.recipe_text import recipe_lines
 from erniekit.config.run import stored_value
+from erniekit.data.report import DataReport
 from erniekit.files import own, settle
 from erniekit.files.record import NotOurs
 from erniekit.log import emit, without_secrets
 from erniekit.printable import plain
+from erniekit.track import runfile
 from erniekit.track.atomic import write_text
 from erniekit.version import __version__
 
@@ -61,6 +63,29 @@ def recipe_of(cfg: RunConfig, command: Sequence[str]) -> list[str]:
         "",
         *recipe_lines(_given(cfg)),
     ]
+
+
+def changed_data(cfg: RunConfig, reports: Sequence[DataReport]) -> list[str]:
+    """A line for each data file that holds something else than it did when the run read it whose recipe this is."""
+    lines = []
+    for folder in (Path(file).parent for file in cfg.files if Path(file).name == RECIPE):
+        before = _read_before(folder)
+        for report in reports:
+            then = before.get(str(Path(report.file).absolute()), {})
+            if report.content and then.get("content") not in (None, "", report.content):
+                was, now = f"{then.get('rows')} rows ({then['content'][:8]})", f"{report.rows} ({report.content[:8]})"
+                lines.append(f"{report.file} has changed since {folder} was trained on it: {was} then, {now} now")
+    return lines
+
+
+def _read_before(folder: Path) -> dict[str, dict[str, Any]]:
+    """By their paths, what run.json has recorded of the data files; nothing of a run of an earlier version."""
+    record = runfile.read(folder)
+    try:
+        data, started_in = record["data"], record["environment"]["folder"]
+        return {str(Path(started_in, one["file"])): one for one in (*data["train"], *data["eval"])}
+    except (KeyError, TypeError):
+        return {}
 
 
 def _given(cfg: RunConfig) -> dict[str, Any]:

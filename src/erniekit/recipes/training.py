@@ -24,7 +24,7 @@ from erniekit.data.formats import CLASS_FORMATS, FORMATS, PREFERENCE_FORMATS, UN
 from erniekit.devices import pick
 from erniekit.errors import Preempted
 from erniekit.kernels.available import IMPORT_SECONDS
-from erniekit.log import typed, without_secrets
+from erniekit.log import emit, typed, without_secrets
 from erniekit.loss_table import PAIR_LOSSES, TOKEN_LOSSES
 from erniekit.models import MODELS
 from erniekit.models.costs import adapters_met_of
@@ -41,7 +41,7 @@ from erniekit.recipes.optimiser import backward_updates, make_optimizer
 from erniekit.recipes.output_folder import take_output
 from erniekit.recipes.own_loss import failed_in
 from erniekit.recipes.reference import Reference
-from erniekit.recipes.repeat import write_recipe
+from erniekit.recipes.repeat import changed_data, write_recipe
 from erniekit.recipes.run_plan import open_tokenizer, plan_run
 from erniekit.recipes.save_times import ends_with_weights_only, minutes_between_saves
 from erniekit.recipes.schedule import make_schedule
@@ -119,6 +119,9 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
         plan = with_data(plan, data)
         cfg = plan.config
         run_summary.show_data(data)
+        changed = changed_data(cfg, [source.report for source in (*data.sources, *data.evaluation)])
+        for line in changed:
+            emit(f"note     {line}")
         run_summary.show_saves(cfg, data)
         base = base_identity(cfg, folder)
         promise = resume.promises(cfg, data, folder, base if stage.needs_base(cfg) else None)
@@ -144,7 +147,7 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
         saver = saver_for(cfg, manager, built, optimizer, probe, disks, launch, scales, extra_files)
         state = resume.restore(cfg, saver, point, data, promise)
         parts.end("probe and resume")
-        notes = [prepare.summary] if isinstance(prepare, KeptFeatures) else []
+        notes = [*changed, *([prepare.summary] if isinstance(prepare, KeptFeatures) else [])]
         # Nothing is refused from here on.
         if world.is_main:
             write_recipe(output, cfg, command)

@@ -63,6 +63,7 @@ def test_every_workload_runs_tiny(tmp_path: Path, capfd: pytest.CaptureFixture[s
         (["--steps", "0"], "--steps is 0"),
         (["attention"], "'attention' is not key=value"),
         (["--fast"], "unrecognized arguments: --fast"),
+        (["--stepps", "2"], "did you mean --steps? erniekit bench --help lists what it takes"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

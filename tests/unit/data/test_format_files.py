@@ -48,6 +48,16 @@ def test_lines_keep_their_numbers_through_blanks_bom_and_crlf(tmp_path: Path) ->
     assert outcomes(path) == [(1, "ok"), (4, "ok"), (5, "bad_json"), (6, "ok")]
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16-le"])
+def test_a_byte_order_mark_may_stand_before_any_line_as_in_joined_files(tmp_path: Path, encoding: str) -> None:
+    row = json.dumps(ROW)
+    path = tmp_path / "a.jsonl"
+    joined = f"\ufeff{row}\n{row}\n\ufeff{row}\r\n\ufeff\n\ufeff\ufeff {row}\n{row}\ufeff{row}\n"
+    path.write_bytes(joined.encode(encoding))
+    # The last line holds two rows: the file before it had no end of line.
+    assert outcomes(path) == [(1, "ok"), (2, "ok"), (3, "ok"), (5, "ok"), (6, "bad_json")]
+
+
 def test_damaged_lines_are_problems_and_the_rest_is_read(tmp_path: Path) -> None:
     good = json.dumps(ROW).encode()
     path = write_jsonl(

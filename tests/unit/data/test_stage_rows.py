@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from erniekit.data import inspect
 from erniekit.data.inspect import data_command
 from erniekit.data.stage_rows import stage_rows
 from erniekit.data.types import RowProblem
-from erniekit.errors import DataError
+from erniekit.errors import CheckpointError, DataError
 from support.jsonl import write_jsonl
 
 
@@ -74,3 +75,17 @@ def test_what_a_file_holds_instead_of_rows_is_said(tmp_path: Path, name: str, co
         data_command([str(tmp_path / name)])
     assert what in error.value.what
     assert fix in error.value.fix
+
+
+def test_the_tokenizer_is_loaded_once_for_all_files(
+    tmp_path: Path, paddle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[Path] = []
+    usual = inspect.load_tokenizer
+    monkeypatch.setattr(inspect, "load_tokenizer", lambda folder: (loaded.append(folder), usual(folder))[1])
+    files = [write_jsonl(tmp_path / f"{k}.jsonl", [{"src": ["a"], "tgt": ["b"]}]) for k in range(3)]
+    assert shown(capsys, *files, "--model", paddle / "tokenizer").count("tokens") == 3
+    assert loaded == [paddle / "tokenizer"]
+    with pytest.raises(CheckpointError, match="no tokenizer in absent"):
+        data_command([*map(str, files), "--model", str(tmp_path / "absent")])
+    assert capsys.readouterr().out == ""

@@ -12,7 +12,7 @@ from erniekit.data.text_rows import Place, PlainText, documents
 from erniekit.data.types import RowProblem
 from erniekit.errors import DataError
 
-JSONL = b'\xef\xbb\xbf{"text": "a"}\r\n\n   \n{"text": "b"}\nnot json\n{"text": "c"}'
+JSONL = b'\xef\xbb\xbf{"text": "a"}\r\n\n   \n\xef\xbb\xbf{"text": "b"}\nnot json\n{"text": "c"}'
 TXT = "\ufeffFirst line\nsecond line  \n\n \t\n\nAnother\r\n\r\n  indented\nlast".encode()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from erniekit.checkpoint import manifest
 from erniekit.checkpoint.model_folder import ModelFolder
@@ -104,6 +104,30 @@ def test_layouts_hold_the_same_merged_numbers(run: Path, base: Path, tmp_path: P
     out = export(base, run / "checkpoint-10", tmp_path / layout, layout=layout)
     assert ModelFolder(out).layout == layout
     torch.testing.assert_close(logits(out), logits(base, run / "checkpoint-10"), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("layout", ["hf", "paddle"])
+def test_a_conversion_tells_which_tensors_hold_something_else_than_numbers(
+    base: Path, tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = shutil.copytree(base, tmp_path / "broken")
+    for file in broken.glob("*.safetensors"):
+        weights = load_file(file)
+        for name, weight in weights.items():
+            if name.endswith("layers.1.mlp.down_proj.weight"):
+                weight[0, :3] = torch.tensor([float("nan"), float("inf"), float("-inf")])
+            if name.endswith("embed_tokens.weight"):
+                weight[2, 5], weight[3, 5] = 3e38, 3e38  # finite, though not their sum
+        save_file(weights, file, {"format": "pt"})
+    assert export_command([f"output_dir={broken}", f"save_format={layout}"]) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "infinite" in line]
+    size = f"{ModelFolder(base).config.hidden_size * ModelFolder(base).config.intermediate_size:,}"
+    assert said == [
+        f"warning: model.layers.1.mlp.down_proj.weight holds 3 of {size} values that are NaN or infinite, "
+        f"in {broken} as in the export"
+    ]
+    copied, source = (ModelFolder(folder).build().state_dict() for folder in (broken / "export", broken))
+    assert all(torch.equal(copied[name].view(torch.int32), source[name].view(torch.int32)) for name in source)
 
 
 def test_tokenizer_and_generation_config_travel_and_copy_tokenizer_can_be_off(

@@ -1,6 +1,6 @@
 """AdamW over many tensors: the definition is torch's, and the kernels do what the definition says.
 
-The kernels run in a process of their own, where Triton interprets them: it asks before it is first imported.
+The kernels are interpreted by Triton; where it was imported to compile them, in a process of their own.
 """
 
 from __future__ import annotations

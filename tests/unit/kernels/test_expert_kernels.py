@@ -78,9 +78,10 @@ def run_all() -> None:
 
     from erniekit.kernels import expert_reference as twins
     from erniekit.kernels.triton import expert_products, expert_rows
-    from support.interpreted import bound_loops_by_numbers_on_the_device
+    from support.interpreted import bound_loops_by_numbers_on_the_device, patch_once_per_launch
 
     bound_loops_by_numbers_on_the_device()
+    patch_once_per_launch()
     small = expert_rows.Tile(16, 16, 4, 2)  # so that experts have several blocks, and rows several columns of tiles
     expert_rows.TAKE = expert_rows.ACTIVATE = expert_rows.BACKWARD = expert_rows.SUM = small
     expert_products.OUTER = expert_products.OUTER_OF_TOKENS = expert_products.ADD = small

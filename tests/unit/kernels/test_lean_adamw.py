@@ -1,6 +1,6 @@
 """AdamW with states in few bytes: exact masters of 16 + 16 bits, 8-bit moments, weights rounded by chance.
 
-The kernels run in a process of their own, where Triton interprets them: it asks before it is first imported.
+The kernels are interpreted by Triton; where it was imported to compile them, in a process of their own.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def test_the_kernels_do_what_the_definition_says() -> None:
     run_interpreted(__file__)
 
 
-SHAPES = ((3, 64), (2, 300), (5, 96), (4, 128))
+SHAPES = ((2, 64), (1, 300), (2, 96), (1, 128))  # few rows: the interpreter takes 80 ms for each block of 64
 
 
 def slots(mode: str, moment: torch.dtype, grad: torch.dtype, seed: int) -> list[Slot]:
@@ -236,7 +236,7 @@ def slots(mode: str, moment: torch.dtype, grad: torch.dtype, seed: int) -> list[
         start = torch.randn(shape, generator=random(seed + k))
         place = TensorPart(salt_of(seed, str(k)), None, 0, 64)
         if k == 2:
-            place = place._replace(rows=torch.tensor([9, 8, 1, 2, 3], dtype=torch.int32), first_column=64)
+            place = place._replace(rows=torch.tensor([9, 1], dtype=torch.int32), first_column=64)
         m, v = some_moments(*shape, seed=seed + 10 * k)
         slot = Slot((torch.randn(shape, generator=random(k)) * 1e-4).to(grad), None, m, v, torch.tensor(float(k)))
         if moment == torch.uint8:
@@ -326,7 +326,7 @@ def tensors_of_one_dim_and_none_at_all_are_updated() -> None:
 
 def blocks_that_fill_rows_are_read_16_bytes_at_a_time() -> None:
     tables = LaunchTables()
-    lean_adamw.update(tables, "", slots("exact", torch.uint8, torch.bfloat16, 3), RATES, elements=128)
+    lean_adamw.update(tables, "", slots("exact", torch.uint8, torch.bfloat16, 3)[2:], RATES, elements=128)
     assert {kind.even for kind in tables.kinds()} == {True, False}
 
 

@@ -19,9 +19,10 @@ from erniekit.kernels.rope import cos_sin, inverse_frequencies
 pytest.importorskip("triton", reason="the dev extra installs it on Linux")
 
 from erniekit.kernels.triton import paged_attention as kernels
-from support.interpreted import bound_loops_by_numbers_on_the_device
+from support.interpreted import bound_loops_by_numbers_on_the_device, patch_once_per_launch
 
 bound_loops_by_numbers_on_the_device()
+patch_once_per_launch()
 
 SIZE, BLOCKS, D = 4, 40, 16
 

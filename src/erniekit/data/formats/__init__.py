@@ -157,10 +157,7 @@ def parsed(raw: Raw, line_no: int, path: str | Path, read: Callable[[Any], T], c
     except UnicodeDecodeError as error:
         return RowProblem(str(path), line_no, "bad_utf8", f"byte {error.start + 1} is not UTF-8; save it as UTF-8")
     except json.JSONDecodeError as error:
-        why = f"not JSON: {error.msg} (column {error.colno})"
-        if "BOM" in error.msg:
-            why = "not JSON: the line begins with a byte order mark, as where files were joined; remove it"
-        return RowProblem(str(path), line_no, "bad_json", why)
+        return RowProblem(str(path), line_no, "bad_json", f"not JSON: {error.msg} (column {error.colno})")
     except RepeatedKey as error:
         return RowProblem(str(path), line_no, "repeated_key", str(error))
     except ValueError:  # a number of more digits than Python converts

@@ -34,6 +34,7 @@ MAX_BLANK_LINES = 100_000  # in a row
 MAX_EXPANSION, EXPANDS_FROM = 200, 256 << 20  # text of a .gz to its size on disk, once there is so much text
 _CHUNK = 1 << 20
 _BOM = codecs.BOM_UTF8
+_BLANK = b" \t\r\n"
 TOO_MANY_DIGITS = "a number of it has more digits than are read"
 
 
@@ -197,15 +198,21 @@ def _lines(stream: IO[bytes], path: str, limit: int, number: int = 0) -> Iterato
             if not ended:
                 return
             continue
-        if number == 1:
-            line = line.removeprefix(_BOM)
-        line = line.strip(b" \t\r\n")
-        if line:
+        if line := without_mark(line):
             blank = 0
             yield number, line
         elif (blank := blank + 1) > MAX_BLANK_LINES:
             yield number, RowProblem(path, number, UNREADABLE, f"{blank:,} empty lines; the rest is not read")
             return
+
+
+def without_mark(line: bytes) -> bytes:
+    """A line of JSONL without white space around it and byte order marks before it: where files were joined, the first
+    line of each has one."""
+    line = line.strip(_BLANK)
+    while line.startswith(_BOM):
+        line = line[len(_BOM) :].lstrip(_BLANK)
+    return line
 
 
 def skip_line(stream: IO[bytes], size: int) -> tuple[int, bool]:

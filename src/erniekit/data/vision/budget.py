@@ -24,7 +24,7 @@ from erniekit.data.media.worker import MediaPool
 from erniekit.data.preference import PairRules
 from erniekit.data.report import short, unused_line
 from erniekit.data.settings_files import read_settings
-from erniekit.data.tokenizer import Tokenizer, load_tokenizer
+from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import RowProblem
 from erniekit.data.vision.layout import HeaderOf, headers_from, seen, tokens_of
 from erniekit.data.vision.pairs import VisionPair, VisionPairAssembler, read_vision_pair
@@ -85,8 +85,9 @@ def model_rules(model: Path | None, max_pixels: int | None) -> VisionRules:
     return rules
 
 
-def measure(path: str, found: Detected, rules: VisionRules, max_seq_len: int, model: Path | None) -> VisionBudget:
-    tokenizer = load_tokenizer(model) if model else None
+def measure(
+    path: str, found: Detected, rules: VisionRules, max_seq_len: int, tokenizer: Tokenizer | None
+) -> VisionBudget:
     out = VisionBudget(pairs=found.preference)
     count = min(8, os.cpu_count() or 1)
     bar = WorkProgress(f"checking {Path(path).name}", None, "rows")

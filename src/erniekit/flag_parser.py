@@ -1,6 +1,6 @@
 """argparse with errors as everywhere else: what, where and the fix, in place of a usage text.
 
-For `erniekit data` and its commands.
+For `erniekit data` and its commands, and `erniekit bench`.
 """
 
 from __future__ import annotations
