@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import RunConfig, need
 from erniekit.data.preference import PairRules
 from erniekit.data.report import DataReport
@@ -30,7 +31,7 @@ from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.stage import Prepare, TrainingStage, held_out
 from erniekit.recipes.streaming import open_rows
 from erniekit.recipes.vision_features import no_feature_cache
-from erniekit.recipes.vision_pairs import has_vision, held_out_pairs, open_vision_pairs
+from erniekit.recipes.vision_pairs import held_out_pairs, open_vision_pairs
 from erniekit.track.atomic import write_json
 from erniekit.train.evaluate import GoOn, evaluate_pairs
 from erniekit.train.hooks import Hook
@@ -67,11 +68,11 @@ class DPO(TrainingStage):
         return data
 
     def held_out(
-        self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World
+        self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World, model: ModelFolder | None = None
     ) -> tuple[list[DataReport], Iterator[Batch]]:
-        if has_vision(cfg):
+        if model is not None and model.config.vision is not None:
             need(cfg, "eval_dataset_path")
-            return held_out_pairs(cfg, tokenizer, bad_rows, world, pair_rules(cfg))
+            return held_out_pairs(cfg, tokenizer, bad_rows, world, pair_rules(cfg), model.path)
         return held_out(cfg, tokenizer, bad_rows, world, DataRows(pair_rules(cfg)))
 
     def loss(self, cfg: RunConfig, world: World, step_metrics: StepMetrics | None) -> Loss:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.checkpoint.probe import PictureTokens, Probe, with_picture
 from erniekit.config import RunConfig, need
 from erniekit.data.report import DataReport
@@ -14,6 +15,7 @@ from erniekit.data.vision import proof_file
 from erniekit.data.vision.collate import VisionCollate
 from erniekit.data.vision.layout import tokens_of
 from erniekit.data.vision.rules import VisionTokens
+from erniekit.errors import ConfigError
 from erniekit.log import warn
 from erniekit.models.layers.seeing import LOSS_PICTURES, LOSS_TEXT
 from erniekit.parallel.mesh import World
@@ -33,13 +35,16 @@ class VisionStage(TrainingStage):
         return (LOSS_PICTURES, LOSS_TEXT)
 
     def open_data(self, plan: RunPlan, tokenizer: Tokenizer, output: Path) -> TrainData:
+        check_model(plan.folder)
         return vision_data.open_vision_data(plan, tokenizer, output)
 
     def held_out(
-        self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World
+        self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World, model: ModelFolder | None = None
     ) -> tuple[list[DataReport], Iterator[Batch]]:
         need(cfg, "eval_dataset_path")
-        rules = vision_data.vision_rules(cfg, Path(cfg.model.model_name_or_path or "").expanduser())
+        if model is not None:
+            check_model(model)
+        rules = vision_data.vision_rules(cfg, model.path if model is not None else None)
         sources = vision_data.vision_sources(cfg, "eval", tokenizer, rules, bad_rows)
         collate = vision_data.vision_collate(cfg, tokenizer, rules, 1)
 
@@ -79,6 +84,16 @@ class VisionStage(TrainingStage):
 
     def prompts(self, cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> Compared | None:
         return vision_data.first_prompts(cfg, data, tokenizer)
+
+
+def check_model(folder: ModelFolder) -> None:
+    """Tokenizers of text models have the tokens of pictures, too, so that nothing else would stop one."""
+    if folder.config.vision is None:
+        raise ConfigError(
+            f"stage VL-SFT needs a vision-language model; this is a text model ({folder.spec.name})",
+            where=str(folder.path),
+            fix="name a folder of ERNIE-4.5-VL, or stage: SFT for rows without pictures",
+        )
 
 
 def _shown(built: Built, tokenizer: Tokenizer) -> PictureTokens:
