@@ -259,7 +259,8 @@ def _choosers(part: nn.Module) -> Iterable[Any]:
 def _name(built: Built, eyes: Eyes, shape: FeatureShape) -> str:
     """Of all that features depend on besides the pixels: weights, sizes, and what computes, as bits depend on that."""
     v = built.folder.config.vision
-    summary = (VERSION, eyes.digest(), repr(v), repr(shape), built.device.name, torch.__version__, _threads(built))
+    how = bool(built.plan.config.model.compile), torch.are_deterministic_algorithms_enabled()
+    summary = (VERSION, eyes.digest(), repr(v), repr(shape), built.device.name, torch.__version__, _threads(built), how)
     return hashlib.blake2b(repr(summary).encode(), digest_size=16).hexdigest()
 
 
