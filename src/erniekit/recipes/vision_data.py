@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from erniekit.data.vision.tokens import VisionAssembler
 from erniekit.data.vision.vision_row import VisionRow
 from erniekit.errors import ConfigError
 from erniekit.export.vision_rules import vision_rules
+from erniekit.log import emit
 from erniekit.recipes.data_rows import row_rules
 from erniekit.recipes.dataset_files import dataset_files, file_shares
 from erniekit.recipes.datasets import TrainData, counted, steps_accumulated
@@ -57,6 +58,8 @@ def open_vision_data(plan: RunPlan, tokenizer: Tokenizer, output: Path) -> Train
         return output / name if world.is_main else None
 
     pictures = vision_sources(cfg, "train", tokenizer, rules, listed("bad_rows.jsonl"))
+    for line in beyond_patches(cfg, pictures):
+        emit(line)
     text = text_sources(cfg, tokenizer, listed("bad_text_rows.jsonl")) if cfg.vision.text_dataset_path else []
     pictures_only = vision_stream(cfg, pictures, [], 1)
     at_once = t.per_device_train_batch_size * world.layout.data_ranks
@@ -164,6 +167,17 @@ def _rows(source: VisionSource) -> np.ndarray:
     for index in range(len(source)):
         out[source.row(index) - 1] = index
     return out
+
+
+def beyond_patches(cfg: RunConfig, sources: Sequence[VisionSource]) -> Iterator[str]:
+    """A sample is never cut for `max_patches`: it then has a pack of its own, of more patches than the bound."""
+    most = cfg.vision.max_patches
+    counts = np.concatenate([source.patches for source in sources]) if most and sources else np.zeros(0, np.int64)
+    if above := int((counts > most).sum()):
+        yield (
+            f"note     max_patches: {above:,} of {len(counts):,} samples have more than {most:,} patches "
+            f"by themselves, up to {int(counts.max()):,}; each has a pack of its own"
+        )
 
 
 def media_processes(cfg: RunConfig) -> int:

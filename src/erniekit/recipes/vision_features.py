@@ -115,6 +115,8 @@ def feature_cache(cfg: RunConfig, built: Built, data: TrainData) -> KeptFeatures
         if "tower" in frozen:
             _print_computed(reason)
         return None
+    if not patches:  # text alone
+        return None
     eyes = _eyes(built, "resampler" in frozen) if _vision_models(built) else None  # later pipeline stages have no tower
     name = built.world.broadcast(_name(built, eyes, shape) if eyes is not None else "")  # the first rank's
     folder = Path(cfg.data.cache_dir or default_cache_dir()).expanduser() / FOLDER
