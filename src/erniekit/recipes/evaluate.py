@@ -13,7 +13,9 @@ from erniekit.api_load import Found, find_model
 from erniekit.config import RunConfig, need
 from erniekit.config.note import Note
 from erniekit.data.report import total_lines
+from erniekit.data.vision.proof_file import warn_of_other_rules
 from erniekit.devices.base import Device
+from erniekit.export.vision_rules import vision_rules
 from erniekit.log import emit, paint, typed
 from erniekit.lora.adapters_off import adapters_off
 from erniekit.parallel.engine import Engine
@@ -46,6 +48,8 @@ def evaluate_run(cfg: RunConfig) -> RunResult:
     check_head(cfg, found.weights.config.labels, found.describe())
     for line in stage.proof_lines(Path(source).expanduser(), tokenizer):
         emit(f"checked  {line}")
+    if found.weights.config.vision is not None:
+        warn_of_other_rules(found.trained, vision_rules(cfg, found.weights.path))
     world = World(device_type=device.type)
     with results_folder(cfg, source, trained) as output:
         reports, batches = stage.held_out(cfg, tokenizer, output / "bad_eval_rows.jsonl", world, found.weights)
