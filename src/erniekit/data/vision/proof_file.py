@@ -152,7 +152,9 @@ def other_sizes(folder: Path, sizes: dict[str, int]) -> dict[str, tuple[int, int
 def warn_of_other_rules(folder: Path, rules: VisionRules) -> None:
     """A line for each key by which pictures are seen otherwise than in the training that wrote the folder."""
     trained = trained_rules(folder)
-    for key, value in _KEYS.items() if trained is not None else ():
+    if trained is None:
+        return
+    for key, value in _KEYS.items():
         now, then = value(rules), value(trained)
         if now != then:
             warn(f"{key} is {now}, and was {then} in training: pictures or videos are seen otherwise ({key}={then})")
