@@ -88,6 +88,11 @@ class Found:
         if self.adapter is not None and not self.override_base:
             check_model(self.adapter, self.weights.path, model)
 
+    @property
+    def trained(self) -> Path:
+        """The folder that a training wrote."""
+        return self.adapter or self.weights.path
+
     def has_tokenizer_files(self) -> bool:
         """Whether the folder has any file of one: a link to nowhere and settings without a vocabulary count, too."""
         folder = self._tokenizer_folder()

@@ -237,3 +237,14 @@ def test_each_stage_of_preprocessing_is_named(live: Path, seeing: Path) -> None:
     ):
         assert proof_file.check(live, tokenizer, replace(rules, **changed)).stage == stage
     assert proof_file.other_sizes(live, {"max_pixels": 784}) == {"max_pixels": (784, rules.max_pixels)}
+
+
+def test_keys_that_see_otherwise_than_training_are_named(live: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rules = proof_file.trained_rules(live)
+    assert rules is not None
+    proof_file.warn_of_other_rules(live, rules)
+    assert not capsys.readouterr().err
+    proof_file.warn_of_other_rules(live, replace(rules, max_pixels=3136, frames=replace(rules.frames, fps=1.0)))
+    said = capsys.readouterr().err
+    assert f"max_pixels is 3136, and was {rules.max_pixels} in training" in said
+    assert "video_fps=2.0" in said

@@ -77,6 +77,8 @@ RULES: tuple[Rule, ...] = (
     stages.benchmark_only_trains,
     stages.vision_keys_follow,
     stages.target_frames_turn_fps_off,
+    stages.fewest_frames_are_below_most,
+    stages.shares_of_modalities_need_text,
     schedule.lr_scheduler_is_an_old_name,
     schedule.wsd_says_how_long,
     schedule.schedule_spans_the_run,

@@ -136,5 +136,8 @@ def serve() -> None:
             answer = job if isinstance(job, Exception) else job.work(batch)
         except Exception as error:
             answer = error
-        pickle.dump(answer, answers, protocol=5)
-        answers.flush()
+        try:
+            pickle.dump(answer, answers, protocol=5)
+            answers.flush()
+        except BrokenPipeError:  # the parent was killed: nobody is left to report to
+            os._exit(1)  # without closing the pipe, which would fail once more

@@ -22,7 +22,7 @@ ROWS = "rows"  # use of a file of rows that a Python session gave: written befor
 # What a run writes besides its checkpoints, and the files of a final model.
 RUN_FILES = (
     "run.json", "metrics.jsonl", "report.html", "train_results.json", "eval_results.json", "all_results.json",
-    "trainer_state.json", "bad_rows.jsonl", "bad_eval_rows.jsonl", "wandb_run_id",
+    "trainer_state.json", "bad_rows.jsonl", "bad_eval_rows.jsonl", "bad_text_rows.jsonl", "wandb_run_id",
     "swanlab_run_id", "mlflow_run_id",
 )  # fmt: skip
 MODEL_FILES = (

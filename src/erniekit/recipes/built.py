@@ -16,7 +16,7 @@ from erniekit.checkpoint.assembly import ModelFiles
 from erniekit.checkpoint.collective import SavedTensors
 from erniekit.checkpoint.hub import lasting_name
 from erniekit.checkpoint.identity import write_base
-from erniekit.checkpoint.model_folder import GENERATION_FILES, SIDE_FILES, ModelFolder
+from erniekit.checkpoint.model_folder import GENERATION_FILES, PREPROCESSOR, SIDE_FILES, ModelFolder
 from erniekit.checkpoint.model_writer import (
     copy_side_files,
     files_of,
@@ -106,10 +106,12 @@ class Built:
 
     def write_weights(self, target: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         """`tensors`: whole ones, by our names."""
+        has_vision = self.folder.config.vision is not None
         if not self.lora:
-            has_vision = self.folder.config.vision is not None
             seen = processor_files(self.folder.path) if has_vision else ()
             copy_side_files(self.folder.path, target, SIDE_FILES + seen)
+        elif has_vision:  # whoever opens the adapter's folder alone sees pictures in the sizes of training
+            copy_side_files(self.folder.path, target, (PREPROCESSOR,))
         tokenizer, layout = self.plan.tokenizer_folder, self.plan.config.checkpoint.save_format
         copy_side_files(tokenizer, target, TOKENIZER_FILES)
         if tokenizer != self.folder.path:  # ends of answers are ids of the tokenizer

@@ -42,7 +42,14 @@ def _data(saved: Sequence[str], now: Sequence[str], files: Sequence[str]) -> str
     at = [i for i, (old, new) in enumerate(zip(saved, now)) if old != new]
     named = [files[i] if len(files) == len(now) else f"data set {i + 1}" for i in at]
     has, its = ("has", "its") if len(at) == 1 else ("have", "their")
+    if all(_rows(saved[i]) == _rows(now[i]) for i in at):
+        return f"a picture or video that rows of {', '.join(named)} name is not what it was"
     return f"{', '.join(named)} {has} other content, or {its} share or the tokenizer changed"
+
+
+def _rows(fingerprint: str) -> str:
+    """The part of a fingerprint about rows: with pictures it is `rows-media` (VisionSource.fingerprint)."""
+    return fingerprint.rpartition("-")[0] or fingerprint
 
 
 def content_letters(values: Sequence[Any]) -> dict[Any, str]:

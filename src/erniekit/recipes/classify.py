@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
-from erniekit.api_load import find_model
+from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import RunConfig, need
 from erniekit.data.classification import class_rows
 from erniekit.data.collate import collate
@@ -19,7 +19,6 @@ from erniekit.parallel.mesh import World
 from erniekit.parallel.step_metrics import StepMetrics
 from erniekit.recipes.data_rows import DataRows
 from erniekit.recipes.datasets import TrainData
-from erniekit.recipes.eval_folder import what_to_evaluate
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.scoring import ScoringStage
 from erniekit.recipes.stage import Prepare, held_out
@@ -35,12 +34,12 @@ class Classifier(ScoringStage):
         return open_rows(plan, tokenizer, output, rows_of(plan.folder.config.labels))
 
     def held_out(
-        self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World
+        self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World, model: ModelFolder | None = None
     ) -> tuple[list[DataReport], Iterator[Batch]]:
         """The classes are those of the model that is evaluated."""
         need(cfg, "eval_dataset_path")
-        source, base, _ = what_to_evaluate(cfg)
-        classes = find_model(source, base, cfg.model.download_hub).weights.config.labels
+        assert model is not None
+        classes = model.config.labels
         return held_out(cfg, tokenizer, bad_rows, world, rows_of(classes))
 
     def loss(self, cfg: RunConfig, world: World, step_metrics: StepMetrics | None) -> Loss:

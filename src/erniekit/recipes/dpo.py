@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 
+from erniekit.checkpoint.model_folder import ModelFolder
+from erniekit.checkpoint.probe import Probe, with_picture
 from erniekit.config import RunConfig, need
 from erniekit.data.preference import PairRules
 from erniekit.data.report import DataReport
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch
+from erniekit.data.vision.collate import VisionCollate
 from erniekit.errors import ConfigError
 from erniekit.losses.dpo import DpoSettings, dpo_loss, metric_names
 from erniekit.losses.own_preference import PairLoss
@@ -23,14 +26,17 @@ from erniekit.parallel.engine import Engine, Loss
 from erniekit.parallel.mesh import World
 from erniekit.parallel.step_metrics import StepMetrics
 from erniekit.recipes.built import Built
+from erniekit.recipes.check import Check
 from erniekit.recipes.data_rows import DataRows
 from erniekit.recipes.datasets import TrainData
 from erniekit.recipes.reference import Reference, RefreshReference, make_reference
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.stage import Prepare, TrainingStage, held_out
 from erniekit.recipes.streaming import open_rows
+from erniekit.recipes.vision_checks import picture_tokens, pixels_stay_inside
+from erniekit.recipes.vision_data import proof_files, proof_lines
 from erniekit.recipes.vision_features import no_feature_cache
-from erniekit.recipes.vision_pairs import has_vision, held_out_pairs, open_vision_pairs
+from erniekit.recipes.vision_pairs import held_out_pairs, open_vision_pairs
 from erniekit.track.atomic import write_json
 from erniekit.train.evaluate import GoOn, evaluate_pairs
 from erniekit.train.hooks import Hook
@@ -67,12 +73,27 @@ class DPO(TrainingStage):
         return data
 
     def held_out(
-        self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World
+        self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World, model: ModelFolder | None = None
     ) -> tuple[list[DataReport], Iterator[Batch]]:
-        if has_vision(cfg):
+        if model is not None and model.config.vision is not None:
             need(cfg, "eval_dataset_path")
-            return held_out_pairs(cfg, tokenizer, bad_rows, world, pair_rules(cfg))
+            return held_out_pairs(cfg, tokenizer, bad_rows, world, pair_rules(cfg), model.path)
         return held_out(cfg, tokenizer, bad_rows, world, DataRows(pair_rules(cfg)))
+
+    def probe(self, cfg: RunConfig, built: Built, first: Batch, tokenizer: Tokenizer) -> Probe:
+        made = super().probe(cfg, built, first, tokenizer)
+        return with_picture(made, picture_tokens(built, tokenizer)) if _sees(built) else made
+
+    def extra_files(self, cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> dict[str, bytes]:
+        return proof_files(cfg, data, tokenizer) if isinstance(data.collate, VisionCollate) else {}
+
+    def proof_lines(self, folder: Path, tokenizer: Tokenizer) -> list[str]:
+        return proof_lines(folder, tokenizer)
+
+    def more_checks(self, built: Built, tokenizer: Tokenizer, first: Batch) -> list[Callable[[], Check]]:
+        if not _sees(built):
+            return []
+        return [lambda: pixels_stay_inside(built, picture_tokens(built, tokenizer))]
 
     def loss(self, cfg: RunConfig, world: World, step_metrics: StepMetrics | None) -> Loss:
         return partial(
@@ -85,7 +106,7 @@ class DPO(TrainingStage):
         )
 
     def before_step(self, cfg: RunConfig, built: Built, data: TrainData) -> Prepare | None:
-        if built.folder.config.vision is not None:
+        if _sees(built):
             no_feature_cache(cfg, built, "stage DPO keeps no features")
         if not self.compares(cfg):
             return None
@@ -108,6 +129,10 @@ class DPO(TrainingStage):
     ) -> dict[str, float]:
         most, batch_means = cfg.train.max_evaluate_steps, cfg.compat.eval_mean_of_batch_means
         return evaluate_pairs(engine, batches, prepare, most, batch_means, go_on)
+
+
+def _sees(built: Built) -> bool:
+    return built.folder.config.vision is not None
 
 
 def pair_rules(cfg: RunConfig) -> PairRules:

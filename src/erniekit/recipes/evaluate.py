@@ -11,8 +11,11 @@ from torch import nn
 
 from erniekit.api_load import Found, find_model
 from erniekit.config import RunConfig, need
+from erniekit.config.note import Note
 from erniekit.data.report import total_lines
+from erniekit.data.vision.proof_file import warn_of_other_rules
 from erniekit.devices.base import Device
+from erniekit.export.vision_rules import vision_rules
 from erniekit.log import emit, paint, typed
 from erniekit.lora.adapters_off import adapters_off
 from erniekit.parallel.engine import Engine
@@ -35,16 +38,21 @@ def evaluate_run(cfg: RunConfig) -> RunResult:
     cfg, device, dtype = opened.config, opened.device, opened.dtype
     source, base, trained = what_to_evaluate(cfg)
     found = find_model(source, base, cfg.model.download_hub, cfg.lora.override_base)
-    tokenizer, stage = found.tokenizer(cfg.model.tokenizer_name), stage_of(cfg)
     emit(f"model    {source}" + (" (the result of a run)" if trained else ""))
+    if found.weights.config.vision is not None and not cfg.given("stage"):
+        emit("note     stage: VL-SFT (the model sees pictures)")
+        cfg = cfg.derive(Note("stage", cfg.train.stage, "VL-SFT", "the model sees pictures"))
+    tokenizer, stage = found.tokenizer(cfg.model.tokenizer_name), stage_of(cfg)
     if cfg["eval_generate"]:
         emit("note     eval_generate: without effect here; answers are generated in evaluations during training")
     check_head(cfg, found.weights.config.labels, found.describe())
     for line in stage.proof_lines(Path(source).expanduser(), tokenizer):
         emit(f"checked  {line}")
+    if found.weights.config.vision is not None:
+        warn_of_other_rules(found.trained, vision_rules(cfg, found.weights.path))
     world = World(device_type=device.type)
     with results_folder(cfg, source, trained) as output:
-        reports, batches = stage.held_out(cfg, tokenizer, output / "bad_eval_rows.jsonl", world)
+        reports, batches = stage.held_out(cfg, tokenizer, output / "bad_eval_rows.jsonl", world, found.weights)
         for line in [line for report in reports for line in report.lines()] + total_lines(reports):
             emit(f"eval     {line}")
         engine = engine_for(cfg, stage, found, world, device, dtype, packed)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import RunConfig
 from erniekit.data.report import DataReport
 from erniekit.data.tokenizer import Tokenizer
@@ -59,7 +60,7 @@ class KTO(TrainingStage):
         return open_data(plan, tokenizer, output, rows_of(plan.config))
 
     def held_out(
-        self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World
+        self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World, model: ModelFolder | None = None
     ) -> tuple[list[DataReport], Iterator[Batch]]:
         return held_out(cfg, tokenizer, bad_rows, world, rows_of(cfg))
 

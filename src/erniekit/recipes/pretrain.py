@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import RunConfig
 from erniekit.data.documents import DocumentRows
 from erniekit.data.formats.columns import as_columns
@@ -70,7 +71,7 @@ class Pretraining(TrainingStage):
         )
 
     def held_out(
-        self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World
+        self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World, model: ModelFolder | None = None
     ) -> tuple[list[DataReport], Iterator[Batch]]:
         part = open_rows(cfg, cfg.data.eval_part, tokenizer, bad_rows.parent)
         batches = eval_batches(cfg, part.rows, world, {"pad_id": tokenizer.pad_id or 0})

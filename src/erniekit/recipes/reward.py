@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
+from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import RunConfig
 from erniekit.data.preference import PairRules
 from erniekit.data.preference_collate import collate_pairs
@@ -34,7 +35,7 @@ class RewardModel(ScoringStage):
         return open_rows(plan, tokenizer, output, rows_of(plan.config))
 
     def held_out(
-        self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World
+        self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World, model: ModelFolder | None = None
     ) -> tuple[list[DataReport], Iterator[Batch]]:
         return held_out(cfg, tokenizer, bad_rows, world, rows_of(cfg))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.checkpoint.probe import Probe, probe_from
 from erniekit.config import RunConfig, need
 from erniekit.data.collate import collate
@@ -60,9 +61,10 @@ class TrainingStage:
         return open_rows(plan, tokenizer, output)
 
     def held_out(
-        self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World
+        self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World, model: ModelFolder | None = None
     ) -> tuple[list[DataReport], Iterator[Batch]]:
-        """What `erniekit eval` reads: a report of each source, and one pass over all of them."""
+        """What `erniekit eval` reads: a report of each source, and one pass over all of them. model: whose answers are
+        evaluated; an adapter's is its base."""
         return held_out(cfg, tokenizer, bad_rows, world)
 
     def prompts(self, cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> Compared | None:

@@ -1,6 +1,6 @@
 """The doctor's checks of a vision-language model: pixels reach only their own document, and are not ignored.
 
-Called by vl_sft.py's stage.
+Called by the stages of vl_sft.py and dpo.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from dataclasses import replace
 import torch
 
 from erniekit.checkpoint.probe import PictureTokens, Probe, with_picture
+from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import IGNORE, Batch, Sample, Vision
+from erniekit.data.vision.rules import VisionTokens
 from erniekit.log import warn
 from erniekit.parallel.engine import Engine
 from erniekit.recipes.built import Built
@@ -20,6 +22,13 @@ from erniekit.recipes.check import MOVED_BY_ROUNDING, Check
 LEAK_TOKENS = 24  # of each document
 GREY = 127  # of a blank pixel
 IGNORED = 1e-5  # of the loss: a smaller change than this is none
+
+
+def picture_tokens(built: Built, tokenizer: Tokenizer) -> PictureTokens:
+    """What a made-up picture needs."""
+    tokens, v = VisionTokens.of(tokenizer), built.folder.config.vision
+    assert v is not None
+    return PictureTokens(tokens.image_start, tokens.placeholder, tokens.image_end, v.patch_size, v.merge)
 
 
 def pixels_stay_inside(built: Built, shown: PictureTokens) -> Check:

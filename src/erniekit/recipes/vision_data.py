@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,13 +29,15 @@ from erniekit.data.vision.compat_packs import JoinedFlags, lengths_like_erniekit
 from erniekit.data.vision.job import VisionSource, open_vision_source
 from erniekit.data.vision.layout import headers_from
 from erniekit.data.vision.mix import CompatVisionOrder, ModalStream
-from erniekit.data.vision.proof_file import proof_file
+from erniekit.data.vision.pairs import VisionPair, VisionPairSource, read_vision_pair
+from erniekit.data.vision.proof_file import FILE, check, proof_file
 from erniekit.data.vision.read import read_vision_row
 from erniekit.data.vision.rules import VisionRules, VisionTokens
 from erniekit.data.vision.tokens import VisionAssembler
 from erniekit.data.vision.vision_row import VisionRow
 from erniekit.errors import ConfigError
 from erniekit.export.vision_rules import vision_rules
+from erniekit.log import emit, warn
 from erniekit.recipes.data_rows import row_rules
 from erniekit.recipes.dataset_files import dataset_files, file_shares
 from erniekit.recipes.datasets import TrainData, counted, steps_accumulated
@@ -57,6 +59,8 @@ def open_vision_data(plan: RunPlan, tokenizer: Tokenizer, output: Path) -> Train
         return output / name if world.is_main else None
 
     pictures = vision_sources(cfg, "train", tokenizer, rules, listed("bad_rows.jsonl"))
+    for line in beyond_patches(cfg, pictures):
+        emit(line)
     text = text_sources(cfg, tokenizer, listed("bad_text_rows.jsonl")) if cfg.vision.text_dataset_path else []
     pictures_only = vision_stream(cfg, pictures, [], 1)
     at_once = t.per_device_train_batch_size * world.layout.data_ranks
@@ -166,6 +170,17 @@ def _rows(source: VisionSource) -> np.ndarray:
     return out
 
 
+def beyond_patches(cfg: RunConfig, sources: Sequence[VisionSource]) -> Iterator[str]:
+    """A sample is never cut for `max_patches`: it then has a pack of its own, of more patches than the bound."""
+    most = cfg.vision.max_patches
+    counts = np.concatenate([source.patches for source in sources]) if most and sources else np.zeros(0, np.int64)
+    if above := int((counts > most).sum()):
+        yield (
+            f"note     max_patches: {above:,} of {len(counts):,} samples have more than {most:,} patches "
+            f"by themselves, up to {int(counts.max()):,}; each has a pack of its own"
+        )
+
+
 def media_processes(cfg: RunConfig) -> int:
     """That decode for this rank."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -219,26 +234,40 @@ def first_prompts(cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> Comp
     return None
 
 
-def stored_proof(cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> bytes | None:
-    """Of preprocessing, for each checkpoint."""
+def proof_files(cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Of preprocessing, for each checkpoint, by name."""
+    if not cfg.vision.vision_proof:
+        return {}
     collate = data.collate
     assert isinstance(collate, VisionCollate)
     assert collate.rules is not None
     thinking = cast(Thinking, cfg.data.train_thinking)
     rows = _vision_rows(data, collate.rules.compat)
-    return proof_file(rows, tokenizer, collate.rules, thinking, cfg.data.max_seq_len, collate.pool)
+    made = proof_file(rows, tokenizer, collate.rules, thinking, cfg.data.max_seq_len, collate.pool)
+    return {FILE: made} if made is not None else {}
+
+
+def proof_lines(folder: Path, tokenizer: Tokenizer) -> list[str]:
+    """What the files of a trained folder prove of preprocessing; a difference is a warning."""
+    proved = check(folder, tokenizer) if folder.is_dir() else None
+    if proved is not None and proved.stage is not None:
+        warn(proved.line())
+    return [proved.line()] if proved is not None and proved.stage is None else []
 
 
 def _vision_rows(data: TrainData, compat: bool = False) -> Iterator[VisionRow]:
     for source in data.sources:
         if not isinstance(source, VisionSource):
             continue
-        read = partial(
-            read_vision_row, folder=Path(source.path).absolute().parent, format=source.report.format, compat=compat
-        )
+        folder, format = Path(source.path).absolute().parent, source.report.format
+        read: Callable[[Any], VisionRow] = partial(read_vision_row, folder=folder, format=format, compat=compat)
+        if isinstance(source, VisionPairSource):
+            read = partial(read_vision_pair, folder=folder, format=format)
         for line, raw in rows_in(source.path):
             row = parsed(raw, line, source.path, read)
-            if isinstance(row, VisionRow):
+            if isinstance(row, VisionPair):  # as it is served: the question with the better answer
+                yield VisionRow((*row.messages, *row.chosen), row.media)
+            elif isinstance(row, VisionRow):
                 yield row
 
 

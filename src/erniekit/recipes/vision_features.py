@@ -115,6 +115,8 @@ def feature_cache(cfg: RunConfig, built: Built, data: TrainData) -> KeptFeatures
         if "tower" in frozen:
             _print_computed(reason)
         return None
+    if not patches:  # text alone
+        return None
     eyes = _eyes(built, "resampler" in frozen) if _vision_models(built) else None  # later pipeline stages have no tower
     name = built.world.broadcast(_name(built, eyes, shape) if eyes is not None else "")  # the first rank's
     folder = Path(cfg.data.cache_dir or default_cache_dir()).expanduser() / FOLDER
@@ -257,7 +259,8 @@ def _choosers(part: nn.Module) -> Iterable[Any]:
 def _name(built: Built, eyes: Eyes, shape: FeatureShape) -> str:
     """Of all that features depend on besides the pixels: weights, sizes, and what computes, as bits depend on that."""
     v = built.folder.config.vision
-    summary = (VERSION, eyes.digest(), repr(v), repr(shape), built.device.name, torch.__version__, _threads(built))
+    how = bool(built.plan.config.model.compile), torch.are_deterministic_algorithms_enabled()
+    summary = (VERSION, eyes.digest(), repr(v), repr(shape), built.device.name, torch.__version__, _threads(built), how)
     return hashlib.blake2b(repr(summary).encode(), digest_size=16).hexdigest()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import RunConfig
 from erniekit.data.preference import PairRules
 from erniekit.data.preference_collate import collate_pairs
@@ -19,12 +18,6 @@ from erniekit.parallel.mesh import World
 from erniekit.recipes.datasets import TrainData, counted, eval_batches, steps_accumulated
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.vision_data import vision_collate, vision_files, vision_rules, vision_stream
-
-
-def has_vision(cfg: RunConfig) -> bool:
-    """Whether the run's model does, by its files."""
-    folder = Path(cfg.model.model_name_or_path or "").expanduser()
-    return (folder / "config.json").is_file() and ModelFolder(folder).config.vision is not None
 
 
 def open_vision_pairs(plan: RunPlan, tokenizer: Tokenizer, output: Path, rules: PairRules) -> TrainData:
@@ -52,10 +45,10 @@ def open_vision_pairs(plan: RunPlan, tokenizer: Tokenizer, output: Path, rules: 
 
 
 def held_out_pairs(
-    cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World, rules: PairRules
+    cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World, rules: PairRules, model: Path
 ) -> tuple[list[DataReport], Iterator[Batch]]:
-    """As TrainingStage.held_out."""
-    seen = vision_rules(cfg, Path(cfg.model.model_name_or_path or "").expanduser())
+    """As TrainingStage.held_out. model: the folder whose preprocessor_config.json has the sizes."""
+    seen = vision_rules(cfg, model)
     sources = pair_sources(cfg, "eval", tokenizer, seen, rules, bad_rows)
     collate = vision_collate(cfg, tokenizer, seen, 1, rows=collate_pairs)
 

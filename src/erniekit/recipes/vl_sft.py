@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from erniekit.checkpoint.probe import PictureTokens, Probe, with_picture
+from erniekit.checkpoint.model_folder import ModelFolder
+from erniekit.checkpoint.probe import Probe, with_picture
 from erniekit.config import RunConfig, need
 from erniekit.data.report import DataReport
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch
-from erniekit.data.vision import proof_file
 from erniekit.data.vision.collate import VisionCollate
 from erniekit.data.vision.layout import tokens_of
-from erniekit.data.vision.rules import VisionTokens
-from erniekit.log import warn
+from erniekit.errors import ConfigError
 from erniekit.models.layers.seeing import LOSS_PICTURES, LOSS_TEXT
 from erniekit.parallel.mesh import World
 from erniekit.recipes import vision_data
@@ -24,7 +23,7 @@ from erniekit.recipes.datasets import TrainData, eval_batches
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.served_prompts import Compared
 from erniekit.recipes.stage import Prepare, TrainingStage
-from erniekit.recipes.vision_checks import picture_lines, pixels_count, pixels_stay_inside
+from erniekit.recipes.vision_checks import picture_lines, picture_tokens, pixels_count, pixels_stay_inside
 from erniekit.recipes.vision_features import feature_cache
 
 
@@ -33,13 +32,16 @@ class VisionStage(TrainingStage):
         return (LOSS_PICTURES, LOSS_TEXT)
 
     def open_data(self, plan: RunPlan, tokenizer: Tokenizer, output: Path) -> TrainData:
+        check_model(plan.folder)
         return vision_data.open_vision_data(plan, tokenizer, output)
 
     def held_out(
-        self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World
+        self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World, model: ModelFolder | None = None
     ) -> tuple[list[DataReport], Iterator[Batch]]:
         need(cfg, "eval_dataset_path")
-        rules = vision_data.vision_rules(cfg, Path(cfg.model.model_name_or_path or "").expanduser())
+        if model is not None:
+            check_model(model)
+        rules = vision_data.vision_rules(cfg, model.path if model is not None else None)
         sources = vision_data.vision_sources(cfg, "eval", tokenizer, rules, bad_rows)
         collate = vision_data.vision_collate(cfg, tokenizer, rules, 1)
 
@@ -53,20 +55,16 @@ class VisionStage(TrainingStage):
         return feature_cache(cfg, built, data)
 
     def probe(self, cfg: RunConfig, built: Built, first: Batch, tokenizer: Tokenizer) -> Probe:
-        return with_picture(super().probe(cfg, built, first, tokenizer), _shown(built, tokenizer))
+        return with_picture(super().probe(cfg, built, first, tokenizer), picture_tokens(built, tokenizer))
 
     def extra_files(self, cfg: RunConfig, data: TrainData, tokenizer: Tokenizer) -> dict[str, bytes]:
-        made = vision_data.stored_proof(cfg, data, tokenizer) if cfg.vision.vision_proof else None
-        return {proof_file.FILE: made} if made is not None else {}
+        return vision_data.proof_files(cfg, data, tokenizer)
 
     def proof_lines(self, folder: Path, tokenizer: Tokenizer) -> list[str]:
-        proved = proof_file.check(folder, tokenizer) if folder.is_dir() else None
-        if proved is not None and proved.stage is not None:
-            warn(proved.line())
-        return [proved.line()] if proved is not None and proved.stage is None else []
+        return vision_data.proof_lines(folder, tokenizer)
 
     def more_checks(self, built: Built, tokenizer: Tokenizer, first: Batch) -> list[Callable[[], Check]]:
-        shown = _shown(built, tokenizer)
+        shown = picture_tokens(built, tokenizer)
         return [lambda: pixels_stay_inside(built, shown), lambda: pixels_count(built.engine, first)]
 
     def picture_lines(self, built: Built, data: TrainData) -> list[str]:
@@ -81,10 +79,14 @@ class VisionStage(TrainingStage):
         return vision_data.first_prompts(cfg, data, tokenizer)
 
 
-def _shown(built: Built, tokenizer: Tokenizer) -> PictureTokens:
-    tokens, v = VisionTokens.of(tokenizer), built.folder.config.vision
-    assert v is not None
-    return PictureTokens(tokens.image_start, tokens.placeholder, tokens.image_end, v.patch_size, v.merge)
+def check_model(folder: ModelFolder) -> None:
+    """Tokenizers of text models have the tokens of pictures, too, so that nothing else would stop one."""
+    if folder.config.vision is None:
+        raise ConfigError(
+            f"stage VL-SFT needs a vision-language model; this is a text model ({folder.spec.name})",
+            where=str(folder.path),
+            fix="name a folder of ERNIE-4.5-VL, or stage: SFT for rows without pictures",
+        )
 
 
 STAGE = VisionStage()

@@ -95,23 +95,25 @@ def check(content: bytes, kind: str, file: Path, pixels: int) -> None:
         raise DataError("the file is empty", where=str(file), fix="name another file")
     if kind == "video":
         if not is_video(content):
-            fix = "/video takes MP4, WebM, MKV, AVI and the like; /image PATH shows a picture"
+            fix = "send MP4, WebM, MKV, AVI or the like; a picture is shown by /image PATH, or --image"
             raise DataError("its first bytes are of no video", where=str(file), fix=fix)
         return
     if is_video(content) and not content.startswith((b"\x89PNG", b"GIF8")):
-        raise DataError("it is a video, not a picture", where=str(file), fix=f"/video {file}")
+        raise DataError(
+            "it is a video, not a picture", where=str(file), fix=f"show it as a video: /video {file}, or --video"
+        )
     from erniekit.data.media.picture import read_header
 
     try:
         header = read_header(content, "", MediaLimits(pixels=pixels))
     except MediaError as error:
         large = error.kind == "too_many_pixels"
-        fix = "scale it down" if large else "/image takes PNG, JPEG, WebP and the like, whole"
+        fix = "scale it down" if large else "send PNG, JPEG, WebP or the like, whole"
         raise DataError(error.reason.removeprefix(": "), where=str(file), fix=fix) from None
     except ErnieKitError:  # no Pillow here: the server will report it
         return
     if header.animated:
-        raise DataError("it is an animated picture", where=str(file), fix=f"/video {file} shows all of it")
+        raise DataError("it is an animated picture", where=str(file), fix=f"/video {file}, or --video, shows all of it")
 
 
 def command(line: str, pixels: int = MediaLimits.pixels) -> Attachment | None:

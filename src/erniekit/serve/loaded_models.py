@@ -16,6 +16,7 @@ from torch import nn
 from erniekit.api_load import DTYPES, Found, find_model
 from erniekit.config import RunConfig
 from erniekit.config.sections.serve import ServeSection
+from erniekit.data.vision.proof_file import warn_of_other_rules
 from erniekit.devices import pick
 from erniekit.devices.base import Device
 from erniekit.errors import ConfigError, DeviceError
@@ -132,6 +133,9 @@ def load_models(cfg: RunConfig, entries: list[ModelEntry]) -> LoadedModels:
     share, given = s.gpu_memory_utilization, s.max_model_len is not None
     cache = make_cache(weights.config, limits, s.block_size, kind, hardware, share, given)
     vision = vision_settings(cfg, entries[0]) if weights.config.vision is not None else None
+    if vision is not None and vision.enabled:
+        for entry in entries:
+            warn_of_other_rules(entry.found.trained, vision.rules)
     models = {entry.name: _served(entry, longest, cfg.model.tokenizer_name, entries, vision) for entry in entries}
     dtype_name = str(kind).removeprefix("torch.")
     about = f"{dtype_name} on {device}, {limits.sequences} at once, a cache of {cache.blocks * cache.size} tokens"

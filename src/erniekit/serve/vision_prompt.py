@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from erniekit.data.media.decode import Medium
+from erniekit.data.media.place import is_data_url
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.vision.layout import tokens_of
 from erniekit.data.vision.rules import VisionRules, VisionTokens
@@ -130,7 +131,7 @@ def _check_medium(part: Mapping[str, Any], kind: str, where: str, name: str, set
     url = given.get("url") if isinstance(given, dict) else given
     if not isinstance(url, str) or not url.strip():
         raise media_error(f"the part names no {kind}", where, f'write "{kind}_url": {{"url": "data:..."}}')
-    if not url.startswith("data:"):
+    if not is_data_url(url):
         shown = url if len(url) <= SHOWN else url[:SHOWN] + "..."
         fix = f"send the {kind} itself: data:{kind}/...;base64,..."
         raise media_error(f"{shown} is not opened: this server reads data: URLs only", f"{where}.{kind}_url", fix)

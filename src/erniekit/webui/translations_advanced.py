@@ -209,5 +209,5 @@ ADVANCED_ZH: dict[str, str] = {
     "vision_feature_cache": "视觉塔冻结时把图片特征存到磁盘，每张只解码计算一次；auto：全部放得进 vision_feature_cac"
     "he_gb 时开启。",
     "vision_feature_cache_gb": "所有模型与运行共用的特征缓存上限（GB），位于数据缓存目录。",
-    "vision_proof": "在每个检查点与导出中保留一两行带图片的小样本：以后可证明像素、词元与位置和训练时一致。",
+    "vision_proof": "在每个检查点（不含导出）中保留一两行带图片的小样本：导出与评估据此证明像素、词元与位置同训练时。",
 }

@@ -80,3 +80,18 @@ def test_an_adapter_that_a_command_would_leave_out_is_refused(command, words, wh
 def test_one_adapter_is_taken_where_it_is_used():
     for command in ("train", "eval", "chat", "server", "config"):
         assert load(["fine_tuning=LoRA", "lora_path=some folder/a"], command).lora.lora_path == ("some folder/a",)
+
+
+def test_fewest_frames_above_most_are_refused_and_a_missing_limit_is_none():
+    with pytest.raises(ConfigError, match="video_min_frames is 30, video_max_frames 10"):
+        load(["stage=VL-SFT", "video_min_frames=30", "video_max_frames=10"])
+    load(["stage=VL-SFT", "video_min_frames=30", "video_max_frames=-1"])
+
+
+def test_a_share_of_text_steps_without_text_says_that_it_does_nothing():
+    assert "no text_dataset_path" in note(load(["stage=VL-SFT", "modality_ratio=[1,1]"]), "modality_ratio").reason
+    assert note(load(["stage=VL-SFT", "modality_ratio=[1,1]", "text_dataset_path=a.jsonl"]), "modality_ratio") is None
+
+
+def test_an_evaluation_file_of_pictures_is_evaluated_at_the_end():
+    assert load(["stage=VL-SFT", "eval_dataset_path=a.jsonl"]).train.do_eval

@@ -18,6 +18,7 @@ FILES = ("a.jsonl", "b.jsonl")
         ({TRAIN_DATA: ["9f31aa"]}, "train data: 2 data sets then, 1 now"),
         ({TRAIN_DATA: ["07bc11", "9f31aa"]}, "train data: the same files in another order"),
         ({TRAIN_DATA: ["9f31aa", "a"]}, f"train data: b.jsonl {OTHER}"),
+        ({TRAIN_DATA: ["9f31aa", "07bc12-e0"]}, f"train data: b.jsonl {OTHER}"),
         ({BASE: "aaaaaa"}, "base model: is another model, or its weights have changed"),
         ({MODEL_CONFIG: "aaaaaa"}, "model's config.json: is not what it was when the checkpoint was saved"),
         ({"new key": 3, "seed": 1}, None),
@@ -25,6 +26,12 @@ FILES = ("a.jsonl", "b.jsonl")
 )  # fmt: skip
 def test_each_change_is_a_line_without_a_digest(now: dict[str, object], words: str | None):
     assert describe_changes(OLD, now, FILES) == ([words] if words else [])
+
+
+def test_pictures_that_changed_below_the_same_rows_are_named():
+    saved, now = {TRAIN_DATA: ["9f31aa-01", "07bc11-02"]}, {TRAIN_DATA: ["9f31aa-01", "07bc11-03"]}
+    words = "train data: a picture or video that rows of b.jsonl name is not what it was"
+    assert describe_changes(saved, now, FILES) == [words]
 
 
 def test_contents_of_ranks_are_told_apart_by_letters():

@@ -8,11 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import numpy as np
 import pytest
 
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import load
 from erniekit.data.loader import BatchLoader
+from erniekit.data.vision.job import VisionSource
 from erniekit.data.vision.mix import ModalStream
 from erniekit.devices import cpu
 from erniekit.errors import ConfigError
@@ -20,6 +22,7 @@ from erniekit.parallel.mesh import World
 from erniekit.recipes.datasets import TrainData
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.vision_data import (
+    beyond_patches,
     open_vision_data,
     text_sources,
     vision_collate,
@@ -133,3 +136,13 @@ def test_a_run_counts_its_steps_knows_its_media_and_evaluates_on_pictures(tmp_pa
     assert opened().fingerprints() == before
     shutil.copy(MEDIA / "tiny.png", tmp_path / "media/b.png")
     assert opened().fingerprints() != before
+
+
+def test_samples_beyond_the_patches_of_a_pack_are_counted() -> None:
+    sources = cast(
+        list[VisionSource], [SimpleNamespace(patches=np.array([16, 700])), SimpleNamespace(patches=np.array([900]))]
+    )
+    assert not list(beyond_patches(given(), sources))
+    assert not list(beyond_patches(given("max_patches=900"), sources))
+    [line] = beyond_patches(given("max_patches=500"), sources)
+    assert "2 of 3 samples have more than 500 patches by themselves, up to 900" in line

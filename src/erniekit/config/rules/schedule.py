@@ -68,7 +68,7 @@ def evaluation_needs_a_file(run: View) -> Iterator[Note]:
         if run["do_eval"] and run.given("eval_steps") and not run.given("evaluation_strategy"):
             yield from run.set("evaluation_strategy", "steps", "do_eval is True and eval_steps is given")
         return
-    if run["stage"] not in ("SFT", "DPO", *PREFERENCE_KEYS):  # the others bring their own evaluation data
+    if run["stage"] not in ("SFT", "VL-SFT", "DPO", *PREFERENCE_KEYS):  # the others bring their own evaluation data
         return
     if not run["eval_dataset_path"]:
         yield from run.set("evaluation_strategy", "no", "no eval_dataset_path")

@@ -192,6 +192,22 @@ def target_frames_turn_fps_off(run: View) -> Iterator[Note]:
     yield from run.set("video_fps", -1.0, f"video_target_frames is {frames}")
 
 
+def fewest_frames_are_below_most(run: View) -> Iterator[Note]:
+    least, most = run["video_min_frames"], run["video_max_frames"]
+    if 0 < most < least:
+        raise ConfigError(
+            f"video_min_frames is {least}, video_max_frames {most}",
+            where=f"{run.origin('video_min_frames')} and {run.origin('video_max_frames')}",
+            fix="set both, the first not above the second; -1 is no limit",
+        )
+    return iter(())
+
+
+def shares_of_modalities_need_text(run: View) -> Iterator[Note]:
+    if run["modality_ratio"] and not run["text_dataset_path"] and run["do_train"]:
+        yield from run.remark("modality_ratio", "without effect: no text_dataset_path")
+
+
 def keys_of_another_stage(run: View) -> Iterator[Note]:
     """A remark on each key that was given and that this run will not read."""
     if not run["do_train"]:

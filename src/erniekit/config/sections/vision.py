@@ -114,8 +114,8 @@ class VisionSection:
     )
     vision_proof: bool = key(
         True,
-        "Keep one or two small rows of the data, with images, in each checkpoint and export: export and server use "
-        "them to prove that pixels, ids and positions are made as in training.",
+        "Keep one or two small rows of the data, with images, in each checkpoint, not in exports: export and eval "
+        "use them to prove that pixels, ids and positions are made as in training.",
     )
     spatial_conv_size: int = key(2, "Patches merged per side.", low=1, fixed=True, later=_VL)
     token_balance_loss: bool = key(False, "Weight modalities by tokens.", fixed=True, later=_VL)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -88,11 +88,12 @@ class ReadPatches:
     check: bool = False
 
     def work(self, beat: Beat) -> np.ndarray | None:
-        frames = self._frames(beat)
+        medium, frames = self.medium, self._frames(beat)
         if self.check:
+            for _ in frames:
+                beat()
             return None
-        medium = self.medium
-        out = np.empty((len(frames), *self._size()[::-1], 3), np.uint8)
+        out = np.empty((medium.grid[0], *self._size()[::-1], 3), np.uint8)
         for i, frame in enumerate(frames):
             out[i] = self._resized(self._stamped(frame, i))
             beat()
@@ -100,7 +101,7 @@ class ReadPatches:
 
     def stages(self) -> dict[str, list[np.ndarray]]:
         """The pixels after each step, for proof.py."""
-        frames = self._frames(lambda: None)
+        frames = list(self._frames(lambda: None))
         stamped = [self._stamped(frame.copy(), i) for i, frame in enumerate(frames)]
         return {
             "decode": [np.asarray(frame) for frame in frames],
@@ -108,15 +109,16 @@ class ReadPatches:
             "resize": [self._resized(frame) for frame in stamped],
         }
 
-    def _frames(self, beat: Beat) -> list[Any]:
-        """Pictures of Pillow, in RGB."""
+    def _frames(self, beat: Beat) -> Iterator[Any]:
+        """Pictures of Pillow, in RGB; one at a time, as hundreds of large frames would not fit the memory."""
         contents = self._contents(beat)
         if not self.medium.frames:
-            return [self._frame(place, content) for place, content in contents]
+            yield from (self._frame(place, content) for place, content in contents)
+            return
         from PIL import Image
 
         [(place, content)] = contents
-        return [Image.fromarray(f) for f in video.read_frames(content, place.name, self.medium.frames, beat)]
+        yield from map(Image.fromarray, video.read_frames(content, place.name, self.medium.frames, beat))
 
     def _size(self) -> tuple[int, int]:
         _, h, w = self.medium.grid

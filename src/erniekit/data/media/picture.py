@@ -47,6 +47,8 @@ def open_header(content: bytes, name: str, limits: MediaLimits) -> Picture:
             "bad_picture", f"{name}: no picture of a kind that is read ({', '.join(FORMATS)}), or its header is damaged"
         ) from None
     except Exception as error:
+        if "MAX_TEXT" in str(error):  # Pillow's bounds on what a PNG may unpack beside its pixels
+            raise MediaError("bad_picture", f"{name}: its metadata are too large; save it without them") from None
         raise MediaError("bad_picture", because(f"{name}: no picture that can be read", error)) from None
     if picture.width * picture.height > limits.pixels:
         raise MediaError(

@@ -61,12 +61,15 @@ def located(url: str, folder: Path, base64_too: bool = False) -> MediaPlace | by
     """
     if not url.strip():
         raise MediaError("missing_media", "the name of the file is empty")
-    if url.startswith("data:"):
+    if is_data_url(url):
         return from_data_url(url)
     if re.match(r"(?i)(https?|ftp|s3|gs|hdfs):", url):
         raise MediaError("remote", f"{url[:80]}: nothing is downloaded while training; fetch it and give its path")
-    if url.startswith("file:"):
-        url = unquote(urlparse(url).path)
+    if url[:5].lower() == "file:":
+        parts = urlparse(url)
+        if parts.netloc not in ("", "localhost"):
+            raise MediaError("remote", f"{url[:80]}: names another machine ({parts.netloc}); give a path of this one")
+        url = unquote(parts.path)
     path = str(folder / url) if not os.path.isabs(url) else url
     if (match := _ARCHIVE.match(path)) and not os.path.isdir(match[1]):
         return MediaPlace(match[1], match[2])
@@ -74,6 +77,10 @@ def located(url: str, folder: Path, base64_too: bool = False) -> MediaPlace | by
     if base64_too and len(url) > 64 and "." not in url and not os.path.exists(path):
         return from_base64(url)
     return MediaPlace(path)
+
+
+def is_data_url(url: str) -> bool:
+    return url[:5].lower() == "data:"
 
 
 def from_data_url(url: str) -> bytes:

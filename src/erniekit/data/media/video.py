@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -85,24 +86,26 @@ def _count(container: Any, stream: Any, name: str, limits: MediaLimits, beat: Be
     return count
 
 
-def read_frames(content: bytes, name: str, wanted: Sequence[int], beat: Beat = lambda: None) -> list[np.ndarray]:
+def read_frames(content: bytes, name: str, wanted: Sequence[int], beat: Beat = lambda: None) -> Iterator[np.ndarray]:
     """RGB, uint8 [height, width, 3] each; `wanted` are indices in ascending order and may repeat."""
-    found: dict[int, np.ndarray] = {}
-    last, place = None, -1
-    needed, end = set(wanted), max(wanted)
+    left, last, place = deque(wanted), None, -1
     with _opened(content, name) as (container, stream):
         stream.thread_type = "NONE"  # pictures are read by as many processes as there are cores
         for place, frame in enumerate(container.decode(stream)):
             beat()
             last = frame
-            if place in needed:
-                found[place] = frame.to_ndarray(format="rgb24")
-            if place >= end:
-                break
-        missing = [i for i in wanted if i not in found]
-        if missing and (last is None or missing[-1] - place > _NEAR):
-            raise MediaError("bad_video", f"{name}: frame {missing[-1]} cannot be decoded; the last is {place}")
-        for i in missing:
-            assert last is not None
-            found[i] = last.to_ndarray(format="rgb24")
-    return [found[i] for i in wanted]
+            if place == left[0]:
+                yield from _repeated(frame, left, place)
+            if not left:
+                return
+        if last is None or left[-1] - place > _NEAR:
+            raise MediaError("bad_video", f"{name}: frame {left[-1]} cannot be decoded; the last is {place}")
+        yield from _repeated(last, left, left[-1])
+
+
+def _repeated(frame: Any, left: deque[int], end: int) -> Iterator[np.ndarray]:
+    """The frame for each index up to `end`, which are taken off `left`."""
+    pixels = frame.to_ndarray(format="rgb24")
+    while left and left[0] <= end:
+        left.popleft()
+        yield pixels.copy()  # time stamps are drawn into it

@@ -172,6 +172,7 @@ def serve() -> None:
     requests, answers = sys.stdin.buffer, os.dup(1)
     os.dup2(2, 1)  # whatever a library prints must not end up between the answers
     lock = threading.Lock()
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     _preload()
 
     def send(message: bytes) -> None:
@@ -203,6 +204,13 @@ def serve() -> None:
         except Exception as error:  # a decoder's own fault, met in a row
             answer = MediaError("bad_media", because("it cannot be read", error))
         send(pickle.dumps(answer, protocol=5))
+
+
+def _end_with(parent: int) -> None:
+    """A parent that was killed closes the pipe, which a decoder that hangs does not read."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_EVERY)
+    os._exit(1)
 
 
 def _preload() -> None:

@@ -17,11 +17,12 @@ from erniekit.data.formats.fields import BadRow, holds, named
 from erniekit.data.formats.message import MessageReader
 from erniekit.data.formats.messages import read_messages
 from erniekit.data.media.limits import MediaError
-from erniekit.data.media.place import MediaPlace, from_base64, located
+from erniekit.data.media.place import MediaPlace, from_base64, is_data_url, located
 from erniekit.data.types import ChatMessage
 from erniekit.data.vision.vision_row import GivenMedium, VisionRow, mark, media_in, refuse_marks
 
 _TAGS = re.compile("<(image|video)>")
+_SOUND = ("audio", "audio_url", "input_audio")
 _LISTS = {"image": ("images", "image"), "video": ("videos", "video")}
 
 
@@ -47,6 +48,8 @@ class ChatMedia:
         kind = part.get("type", "text")
         if kind == "text" and isinstance(part.get("text"), str):
             refuse_marks(part["text"], field)
+        if kind in _SOUND:
+            raise BadRow("not_text", f"`{field}` is a part of type {kind}: text, pictures and videos are read")
         if kind not in ("image", "image_url", "video", "video_url"):
             return part
         return {"type": "text", "text": self.add(part, kind.removesuffix("_url") == "video", field)}
@@ -60,7 +63,7 @@ class ChatMedia:
             url = next((given[k] for k in (f"{word}_url", word, "url", "path") if given.get(k) is not None), None)
             if isinstance(url, dict):
                 url = url.get("url")
-        if isinstance(url, list) and video and url:
+        if isinstance(url, list) and video:
             places, stamps = self._frames(url, given, field)
             return self._keep(GivenMedium(places, True, stamps))
         if inline is None and not isinstance(url, str):
@@ -68,6 +71,8 @@ class ChatMedia:
         return self._keep(GivenMedium((self._place(inline or url, inline is not None, field),), video))
 
     def _frames(self, urls: list[Any], given: Any, field: str) -> tuple[tuple[MediaPlace, ...], tuple[float, ...]]:
+        if not urls:
+            raise BadRow("missing_media", f"`{field}` is a video without a frame: the list is empty")
         if not all(isinstance(url, str) for url in urls):
             raise BadRow("wrong_type", f"`{field}` must be a list of pictures")
         fps = given.get("fps", 2.0) if isinstance(given, dict) else 2.0
@@ -78,7 +83,7 @@ class ChatMedia:
 
     def _place(self, url: str, inline: bool, field: str) -> MediaPlace:
         try:
-            if self.folder is None and not inline and not url.startswith("data:"):
+            if self.folder is None and not inline and not is_data_url(url):
                 raise MediaError("remote", f"{url[:80]}: only data: URLs are read here")
             found = from_base64(url) if inline else located(url, self.folder or Path())
         except MediaError as error:

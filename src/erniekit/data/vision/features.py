@@ -14,6 +14,8 @@ import os
 import re
 import threading
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +141,14 @@ def key_of(medium: Medium) -> str:
     described = medium.to_json()
     del described["places"]
     described |= {"version": cache_versions.VISION, "layout": layout() if medium.stamps else ""}
+    described["decoders"] = decoders(bool(medium.frames))
     return hashlib.blake2b(json.dumps(described, sort_keys=True).encode(), digest_size=20).hexdigest()
+
+
+@cache
+def decoders(video: bool) -> tuple[str, ...]:
+    """What decodes and resizes: another release may round pixels of lossy files otherwise."""
+    return tuple(f"{name} {version(name)}" for name in ("pillow", *(("av",) if video else ())))
 
 
 def free_space(folder: Path, limit: int, needed: int, keep: str) -> int:

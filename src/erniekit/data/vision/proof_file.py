@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,31 @@ def other_sizes(folder: Path, sizes: dict[str, int]) -> dict[str, tuple[int, int
     if rules is None:
         return {}
     return {name: (size, getattr(rules, name)) for name, size in sizes.items() if getattr(rules, name) != size}
+
+
+def warn_of_other_rules(folder: Path, rules: VisionRules) -> None:
+    """A line for each key by which pictures are seen otherwise than in the training that wrote the folder."""
+    trained = trained_rules(folder)
+    if trained is None:
+        return
+    for key, value in _KEYS.items():
+        now, then = value(rules), value(trained)
+        if now != then:
+            warn(f"{key} is {now}, and was {then} in training: pictures or videos are seen otherwise ({key}={then})")
+
+
+# Keys, and what a user would write for them.
+_SAME_NAME = ("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels", "render_timestamp", "use_pic_id")
+_KEYS: dict[str, Callable[[VisionRules], Any]] = {
+    **{name: attrgetter(name) for name in _SAME_NAME},
+    "video_fps": attrgetter("frames.fps"),
+    "video_min_frames": attrgetter("frames.least"),
+    "video_max_frames": attrgetter("frames.most"),
+    "video_target_frames": attrgetter("frames.target"),
+    "video_frames_sample": attrgetter("frames.sample"),
+    "exif_orientation": attrgetter("upright"),
+    "video_positions": attrgetter("positions"),
+}
 
 
 def _proof(

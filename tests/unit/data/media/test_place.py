@@ -20,10 +20,21 @@ PICTURE = (MEDIA / "a.png").read_bytes()
 
 def test_a_relative_path_starts_at_the_dataset_and_a_file_url_is_a_path(tmp_path: Path) -> None:
     (tmp_path / "a b.png").write_bytes(PICTURE)
-    for url in ("a b.png", f"file://{tmp_path}/a%20b.png", str(tmp_path / "a b.png")):
+    of_file = (f"file://{tmp_path}/a%20b.png", f"FILE://localhost{tmp_path}/a%20b.png")
+    for url in ("a b.png", *of_file, str(tmp_path / "a b.png")):
         found = located(url, tmp_path)
         assert isinstance(found, MediaPlace)
         assert read(found, LIMITS) == PICTURE
+
+
+def test_a_file_url_of_another_machine_is_not_a_file_of_this_one(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(PICTURE)
+    with pytest.raises(MediaError, match=r"names another machine \(store\)"):
+        located(f"file://store{tmp_path}/a.png", tmp_path)
+
+
+def test_the_scheme_of_a_data_url_may_be_in_capitals(tmp_path: Path) -> None:
+    assert located("DATA:image/png;base64," + base64.b64encode(PICTURE).decode(), tmp_path) == PICTURE
 
 
 def test_a_job_of_the_web_page_reads_pictures_of_its_folders_alone(

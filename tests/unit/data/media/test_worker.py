@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import time
+import tracemalloc
 import zipfile
 import zlib
 from contextlib import ExitStack
@@ -23,6 +24,7 @@ import pytest
 from PIL import Image
 
 from erniekit.data.media.decode import MediaHeader, Medium, ReadHeader, ReadPatches
+from erniekit.data.media.frames import FrameRules
 from erniekit.data.media.limits import MediaError, MediaLimits
 from erniekit.data.media.place import MediaPlace
 from erniekit.data.media.worker import MediaPool, MediaWorker
@@ -271,3 +273,53 @@ def test_a_video_of_each_usual_kind_is_counted_and_read(codec: str, tmp_path: Pa
     first, later = pixels.reshape(2, -1).mean(1)
     assert first < 20
     assert abs(later - 200) < 40
+
+
+def test_a_decoder_that_hangs_ends_with_its_killed_parent() -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", ORPHANING],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    worker = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    worker.wait(timeout=20)
+
+
+ORPHANING = """
+import threading, time
+from erniekit.data.media.limits import MediaLimits
+from erniekit.data.media.worker import MediaPool
+from support.media_work import Compute
+pool = MediaPool(1, MediaLimits(timeout=300))
+threading.Thread(target=lambda: pool.run(Compute(120), "x"), daemon=True).start()
+while pool.workers[0].pid is None:
+    time.sleep(0.1)
+time.sleep(2)
+print(pool.workers[0].pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_frames_of_a_large_video_are_not_kept_all_at_once(tmp_path: Path) -> None:
+    import av
+
+    side, count = 1024, 60
+    with av.open(str(tmp_path / "v.mp4"), "w") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width = stream.height = side
+        stream.pix_fmt = "yuv420p"
+        frame = av.VideoFrame.from_ndarray(np.zeros((side, side, 3), np.uint8))
+        for _ in range(count):
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    given = GivenMedium((MediaPlace(str(tmp_path / "v.mp4")),), video=True)
+    rules = VisionRules(video_max_pixels=3136, frames=FrameRules(target=count))
+    [found] = seen([given], rules, lambda one, i: ReadHeader(one.sources[i], True, LIMITS).work(lambda: None))
+    tracemalloc.start()
+    patches = ReadPatches(found.medium, LIMITS).work(lambda: None)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert patches.shape[0] == count * 16
+    assert peak < 20 * side * side * 3, "bytes of a third of its frames"

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 
 from erniekit.data.media.decode import Medium
 from erniekit.data.media.place import MediaPlace
-from erniekit.data.vision.features import FeatureShape, FeatureStore, free_space, key_of
+from erniekit.data.vision.features import FeatureShape, FeatureStore, decoders, free_space, key_of
 
 MEDIUM = Medium((MediaPlace("a.png"),), (1, 4, 6), digests=("aa",))
 SHAPE = FeatureShape(8, torch.float32)
@@ -47,6 +48,19 @@ def test_what_is_written_is_read_bit_for_bit_and_counted(tmp_path: Path) -> None
 def test_every_choice_about_the_pixels_is_in_the_name_and_the_place_of_the_file_is_not(change: dict) -> None:
     assert key_of(replace(MEDIUM, **change)) != key_of(MEDIUM)
     assert key_of(replace(MEDIUM, places=(MediaPlace("b.png"),), origin="rows.jsonl:7")) == key_of(MEDIUM)
+
+
+def test_another_release_of_a_decoder_gives_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    video = replace(MEDIUM, video=True, frames=(0, 1))
+    before = key_of(MEDIUM), key_of(video)
+    releases = {"pillow": version("pillow"), "av": "0.0.1"}
+    monkeypatch.setattr("erniekit.data.vision.features.version", releases.__getitem__)
+    decoders.cache_clear()
+    try:
+        assert key_of(MEDIUM) == before[0]
+        assert key_of(video) != before[1]
+    finally:
+        decoders.cache_clear()
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "other shape"])

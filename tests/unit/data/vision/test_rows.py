@@ -74,6 +74,8 @@ WRONG = {
     "a picture in an answer": (said("x", answer=[IMAGE]), "not_text"),
     "a remote picture": (said({"type": "image", "image": "https://x/a.png"}), "remote"),
     "frames that are no pictures": (said({"type": "video", "video": [1, 2]}), "wrong_type"),
+    "a video without a frame": (said({"type": "video", "video": []}), "missing_media"),
+    "sound": (said({"type": "input_audio", "input_audio": {"data": "a"}}), "not_text"),
     "a rate of frames that is none": (said({"type": "video", "video": ["a.png"], "fps": 0}), "wrong_type"),
     "noncharacters in a text": (said({"type": "text", "text": "\ufdd00\ufdd1"}), "bad_text"),
     "no answer": ({"messages": [{"role": "user", "content": [IMAGE]}]}, "no_answer"),
