@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from erniekit.models.config import DecoderConfig
@@ -31,6 +31,8 @@ class Job:
     offload_optimiser: bool = False
     seeing: float = 0.0  # bytes that a vision tower and its resampler keep of a micro-batch
     schedule: str = "auto"  # of a pipeline
+    # What evaluate.py has computed, for layouts that are alike in it.
+    known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def documents(self) -> float:
