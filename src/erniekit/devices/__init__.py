@@ -164,11 +164,30 @@ def accelerators() -> Iterator[tuple[str, DeviceEntry]]:
 
 
 def named(name: str, env: Mapping[str, str]) -> str:
-    """The name in a `device` value: of `auto`, that of a variable if one is set."""
-    if name == AUTO:
-        values = (env.get(variable, "").partition(":")[0] for variable in CHOSEN_BY)
-        return next((each for each in values if each and (each in DEVICES or each in INSTALLED)), AUTO)
+    """The name in a `device` value: of `auto`, that of a variable if one is set. What old scripts export may be a
+    device of Paddle's alone; what our variable names must be there."""
+    for variable in CHOSEN_BY if name == AUTO else ():
+        value = env.get(variable, "").partition(":")[0]
+        if value and (value in DEVICES or value in INSTALLED):
+            return value
+        if value and value != AUTO and variable == CHOSEN_BY[0]:
+            known = ", ".join([AUTO, *table()])
+            raise DeviceError(f"{value!r} is not a device", where=variable, fix=f"one of: {known}")
     return name
+
+
+def named_one(name: str, env: Mapping[str, str]) -> tuple[str, ...]:
+    """The one device that ERNIEKIT_DEVICE names (`npu:1`: the second that is visible), where `device` is `auto`."""
+    value = env.get(CHOSEN_BY[0], "") if name == AUTO else ""
+    _, colon, index = value.partition(":")
+    if not colon:
+        return ()
+    listed = next((env[variable] for variable in entry_of(name, env).variables if env.get(variable)), "")
+    visible = ["".join(item.split()) for item in listed.split(",") if item.strip()]
+    if not index.isdecimal() or (visible and int(index) >= len(visible)):
+        what = f"{value!r} names none of the {len(visible)} visible devices" if visible else f"{value!r} has no number"
+        raise DeviceError(what, where=CHOSEN_BY[0], fix="a number from 0 on behind the colon, such as npu:0")
+    return (visible[int(index)] if visible else index,)
 
 
 def entry_of(name: str, env: Mapping[str, str]) -> DeviceEntry:

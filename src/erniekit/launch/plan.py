@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from erniekit.config import RunConfig
-from erniekit.devices import AUTO, entry_of
+from erniekit.devices import AUTO, entry_of, named_one
 from erniekit.errors import ConfigError, DeviceError
 
 DEFAULT_PORT = 8080
@@ -101,7 +101,8 @@ def choose_devices(cfg: RunConfig) -> None:
     if wrong := [d for d in cfg.launch.devices if not (d.isdecimal() or d.startswith(("GPU-", "MIG-")))]:
         fix = "numbers with commas between, such as 0,1"
         raise ConfigError(f"{wrong[0]!r} is not a device", where=cfg.origin("devices"), fix=fix)
-    os.environ.update(entry_of(cfg.train.device, os.environ).show(os.environ, cfg.launch.devices))
+    chosen = cfg.launch.devices or named_one(cfg.train.device, os.environ)
+    os.environ.update(entry_of(cfg.train.device, os.environ).show(os.environ, chosen))
 
 
 def _processes(cfg: RunConfig, env: Mapping[str, str]) -> int:

@@ -81,11 +81,13 @@ class Layout:
 
     # --- experts: dealt to neighbours in a pool of ranks; what is left of the pool holds copies ---
 
-    @property
+    # Kept once computed: a search of layouts reads them many times.
+
+    @cached_property
     def expert_pool(self) -> int:
         return prod(getattr(self, axis) for axis in EXPERT_AXES[self.experts])
 
-    @property
+    @cached_property
     def expert_ranks(self) -> int:
         """Ranks that together hold every expert once."""
         return self.tp if self.experts == "tp" else self.ep or self.expert_pool
@@ -94,7 +96,7 @@ class Layout:
     def expert_copies(self) -> int:
         return self.expert_pool // self.expert_ranks
 
-    @property
+    @cached_property
     def experts_over(self) -> str:
         """`experts`, but none where nothing is dealt out."""
         return self.experts if self.expert_ranks > 1 else "none"
@@ -133,7 +135,7 @@ def fit(world: int, layout: Layout) -> Layout:
     not."""
     fixed = layout.pp * layout.fsdp * layout.cp * layout.tp
     if fixed <= world and world % fixed == 0 and layout.dp in (1, world // fixed):
-        return _with_experts(replace(layout, dp=world // fixed))
+        return _with_experts(layout if layout.dp == world // fixed else replace(layout, dp=world // fixed))
     degrees = " x ".join(f"{CONFIG_KEYS[a]}={getattr(layout, a)}" for a in AXES if getattr(layout, a) > 1)
     near = [n for n in range(max(1, world // 2), 2 * max(world, fixed) + 1) if n % (fixed * layout.dp) == 0][:3]
     smaller = _divisors_that_fit(world, layout)

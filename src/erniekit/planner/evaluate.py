@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import ceil
@@ -20,11 +21,15 @@ from erniekit.planner.memory import (
     ROUNDING,
     USABLE,
     Bytes,
+    Counted,
     Held,
     Work,
+    bytes_of,
+    counted,
     peak,
+    peak_of,
     recomputing,
-    step_bytes,
+    rounded,
 )
 from erniekit.planner.schedule import StageTimes, step_seconds
 from erniekit.planner.static_bytes import Share
@@ -89,22 +94,20 @@ def evaluate(job: Job, layout: Layout, place: Site, exact: bool = False) -> Cand
         return Candidate(layout, micro_batches, what, "length")
     if job.schedule == "zero_bubble" and layout.pp > 1 and layout.fsdp > 1:
         return Candidate(layout, micro_batches, "pp_schedule: zero_bubble and sharded weights", "schedule")
-    stages = stages_of(job.model.num_layers, layout)
+    stages = _stages(job, layout)
     tokens = job.rows * job.length // layout.cp
     per_rank, again, worst, away = [], [], 0.0, 0.0
     looked = range(layout.pp) if exact else sorted({0, 1, layout.pp - 1} & set(range(layout.pp)))
     for rank in looked:  # the first holds most micro-batches, the last the head
         numbers = [n for s in range(rank, len(stages), layout.pp) for n in stages[s]]
-        held, _share = held_of(job, layout, numbers, rank == 0, rank == layout.pp - 1, micro_batches)
-        work = work_of(job, layout, numbers, rank, micro_batches, tokens, place.card.triton)
-        count = _recomputed(job, held, work, place.room)
-        how = "full" if job.recompute in ("", "auto", "full") else job.recompute
-        work = recomputing(work, count, how)
-        found = step_bytes(job.model, held, work)
-        per_rank.append(rounded(found))
+        held = _held(job, layout, numbers, rank, micro_batches)
+        works = _works(job, layout, numbers, rank, micro_batches, tokens, place.card.triton)
+        count = _recomputed(job, held, works, place.room)
+        work = works(count, "full" if job.recompute in ("", "auto", "full") else job.recompute)
+        per_rank.append(rounded(bytes_of(job.model, held, work)))
         again += numbers[:count]
         if exact:
-            skewed = replace(work, cuts=replace(work.cuts, rows=_worst_rows(job, layout)))
+            skewed = replace(work.work, cuts=replace(work.work.cuts, rows=_worst_rows(job, layout)))
             worst = max(worst, ROUNDING * peak(job.model, held, skewed))
         away = max(away, held.away)
     made = Candidate(layout, micro_batches, stages=tuple(per_rank), worst=worst, again=tuple(again), away=away)
@@ -114,10 +117,6 @@ def evaluate(job: Job, layout: Layout, place: Site, exact: bool = False) -> Cand
         what = f"{most / GIB:.0f} GiB a rank of {place.room / GIB:.0f}: {largest(made.most)}"
         return replace(made, problem=what, family="memory")
     return timed(job, made, place, stages, exact)
-
-
-def rounded(found: Bytes) -> Bytes:
-    return replace(found, rounding=(ROUNDING - 1) * found.total)
 
 
 def largest(found: Bytes) -> str:
@@ -140,16 +139,62 @@ def written_keys(job: Job, made: Candidate) -> dict[str, Any]:
     return keys
 
 
-def _recomputed(job: Job, held: Held, work: Work, room: float) -> int:
+def _stages(job: Job, layout: Layout) -> list[range]:
+    key = ("stages", layout.pp, layout.virtual_stages, layout.stage_cuts)
+    if key not in job.known:
+        job.known[key] = stages_of(job.model.num_layers, layout)
+    found: list[range] = job.known[key]
+    return found
+
+
+def _held(job: Job, layout: Layout, numbers: list[int], rank: int, micro_batches: int) -> Held:
+    """Computed once for all layouts that cut tensors alike and have as many layers of each kind here."""
+    sparse = sum(job.blocks.sparse[n] for n in numbers)
+    key = (
+        "held", *job.blocks.cut(layout, micro_batches), layout.sharding_stage, layout.pp > 1, rank == 0,
+        rank == layout.pp - 1, len(numbers), sparse,
+    )  # fmt: skip
+    if key not in job.known:
+        job.known[key] = held_of(job, layout, numbers, rank == 0, rank == layout.pp - 1, micro_batches)[0]
+    found: Held = job.known[key]
+    return found
+
+
+def _works(
+    job: Job, layout: Layout, numbers: list[int], rank: int, micro_batches: int, tokens: int, fused: bool
+) -> Callable[[int, str], Counted]:
+    """(layers computed again, how) -> what a rank computes: once for all layouts that cut layers alike."""
+    like = ("work", *_cut_layers(layout), rank, micro_batches if layout.pp > 1 else 1, fused)
+
+    def works(count: int, how: str) -> Counted:
+        key = (*like, count, how)
+        if key not in job.known:
+            work = work_of(job, layout, numbers, rank, micro_batches, tokens, fused)
+            job.known[key] = counted(job.model, recomputing(work, count, how))
+        found: Counted = job.known[key]
+        return found
+
+    return works
+
+
+def _cut_layers(layout: Layout) -> tuple[object, ...]:
+    """Equal for layouts whose ranks compute alike in a micro-batch."""
+    return (
+        layout.pp, layout.virtual_stages, layout.stage_cuts, layout.tp, layout.cp, layout.sequence_parallel,
+        layout.experts_over,
+    )  # fmt: skip
+
+
+def _recomputed(job: Job, held: Held, works: Callable[[int, str], Counted], room: float) -> int:
     """Layers of a rank that are computed again: as the recipe sets, or as few as fit."""
-    count = len(work.layers)
+    count = len(works(0, "full").work.layers)
     if job.recomputed is not None:
         return min(count, job.recomputed)
     if job.recompute not in ("", "auto"):
         return count
 
     def fits(number: int) -> bool:
-        return peak(job.model, held, recomputing(work, number)) * ROUNDING <= room
+        return peak_of(job.model, held, works(number, "full")) * ROUNDING <= room
 
     if fits(0) or not count:
         return 0
@@ -249,14 +294,35 @@ def _worst_rows(job: Job, layout: Layout) -> float:
     return balanced * senders * min(1.0, here / job.model.moe.choices)
 
 
-def timed(job: Job, made: Candidate, place: Site, stages: list[range], exact: bool) -> Candidate:
-    layout, rates, m = made.layout, place.rates, made.micro_batches
-    links = timing.Links(rates, place.devices)
+@dataclass(frozen=True)
+class Computed:
+    """Seconds of one micro-batch."""
+
+    forward: tuple[float, ...]  # of each stage
+    backward: tuple[float, ...]
+    waiting: float  # the most that a layer's collectives take
+    slowest: float  # of all stages of a rank together, the most
+    longest: float  # of a stage, the most
+
+
+def computed(job: Job, layout: Layout, place: Site, stages: list[range], again: tuple[int, ...]) -> Computed:
+    """Once for all layouts that cut layers alike. The place is kept with what was computed of it, so that no other
+    place gets its id."""
+    _, known = job.known.setdefault(id(place), (place, {}))
+    key = (*_cut_layers(layout), layout.expert_ranks, again)
+    if key not in known:
+        known[key] = _computed(job, layout, place, stages, again)
+    found: Computed = known[key]
+    return found
+
+
+def _computed(job: Job, layout: Layout, place: Site, stages: list[range], numbers: tuple[int, ...]) -> Computed:
+    rates, links = place.rates, timing.Links(place.rates, place.devices)
     tokens = job.rows * job.length // layout.cp
     sparse = job.blocks.sparse
     kinds = {s: timing.layer_time(job, s, layout, tokens, rates, links) for s in set(sparse)}
     waits = {s: timing.exchanges(job, s, layout, tokens, links) for s in kinds}
-    again = set(made.again)
+    again = set(numbers)
     forward, backward, waiting = [], [], 0.0
     for number, held in enumerate(stages):
         f = b = host = 0.0
@@ -276,18 +342,27 @@ def timed(job: Job, made: Candidate, place: Site, stages: list[range], exact: bo
         slow = max(1.0, host / (f + b)) if f + b else 1.0  # the host launches slower than the device computes
         forward.append(f * slow)
         backward.append(b * slow)
+    each = [f + b for f, b in zip(forward, backward)]
+    slowest = max(sum(each[rank :: layout.pp]) for rank in range(layout.pp))
+    return Computed(tuple(forward), tuple(backward), waiting, slowest, max(each))
+
+
+def timed(job: Job, made: Candidate, place: Site, stages: list[range], exact: bool) -> Candidate:
+    layout, rates, m = made.layout, place.rates, made.micro_batches
+    links = timing.Links(rates, place.devices)
+    tokens = job.rows * job.length // layout.cp
+    found = computed(job, layout, place, stages, made.again)
     hidden = tokens * job.model.hidden_size * job.compute / (layout.tp if layout.sequence_parallel else 1)
     reach = layout.size // layout.pp + 1
     send = hidden / links.over(reach) + rates.latency if layout.pp > 1 else 0.0
-    ideal = max(m * sum(forward[s] + backward[s] for s in range(r, len(stages), layout.pp)) for r in range(layout.pp))
-    piped = StageTimes(tuple(forward), tuple(backward), send) if layout.pp > 1 else None
+    ideal = m * found.slowest
+    piped = StageTimes(found.forward, found.backward, send) if layout.pp > 1 else None
     if piped is None:
         seconds = ideal
     elif exact:
         seconds = step_seconds(job.schedule, layout.pp, layout.virtual_stages, m, piped)
     else:
-        one = max(f + b for f, b in zip(forward, backward)) + 2 * send
-        seconds = ideal + (layout.pp - 1) * one
+        seconds = ideal + (layout.pp - 1) * (found.longest + 2 * send)
     share = job.blocks.stage(layout, stages[0], True, layout.pp == 1, m)
     overlapped, after = timing.sharing_time(job, layout, share, m, links)
     hidden_by = seconds if place.card.overlaps else 0.0
@@ -299,7 +374,7 @@ def timed(job: Job, made: Candidate, place: Site, stages: list[range], exact: bo
         seconds=total,
         tokens=job.packs * job.length / total,
         bubble=max(0.0, 1 - ideal / seconds) if seconds else 0.0,
-        waits=min(1.0, (m * layers * waiting + after) / total),
+        waits=min(1.0, (m * layers * found.waiting + after) / total),
         exact=exact or layout.pp == 1,
         times=piped,
     )

@@ -12,9 +12,9 @@ from erniekit.errors import PlanError
 from erniekit.models.config import DecoderConfig
 from erniekit.models.costs import layer_products
 from erniekit.parallel.mesh import Layout
-from erniekit.planner.evaluate import held_of, rounded, work_of
+from erniekit.planner.evaluate import held_of, work_of
 from erniekit.planner.job import Job
-from erniekit.planner.memory import GIB, USABLE, Bytes, recomputing, step_bytes
+from erniekit.planner.memory import GIB, USABLE, Bytes, recomputing, rounded, step_bytes
 
 
 def even_time(seconds: Sequence[float], extra: Sequence[float], most: Sequence[int], layers: int) -> list[int]:

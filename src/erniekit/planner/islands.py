@@ -16,9 +16,9 @@ from erniekit.errors import PlanError
 from erniekit.parallel.mesh import Layout
 from erniekit.planner import timing
 from erniekit.planner.cluster import Cluster
-from erniekit.planner.evaluate import Candidate, Site, held_of, rounded, work_of, written_keys
+from erniekit.planner.evaluate import Candidate, Site, held_of, work_of, written_keys
 from erniekit.planner.job import Job
-from erniekit.planner.memory import GIB, Bytes, layers_of, recomputing, step_bytes
+from erniekit.planner.memory import GIB, Bytes, layers_of, recomputing, rounded, step_bytes
 from erniekit.planner.schedule import StageTimes, step_seconds
 from erniekit.planner.search import Ranking, divisors
 

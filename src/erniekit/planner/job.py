@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from erniekit.models.config import DecoderConfig
@@ -34,6 +34,9 @@ class Job:
     schedule: str = "auto"  # of a pipeline
     base: str = BF16  # what frozen weights are kept as, and what they are multiplied in
     products: str = BF16
+
+    # What evaluate.py has computed, for layouts that are alike in it.
+    known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def stored(self, role: str) -> str:
         """The kind of weights of a role."""

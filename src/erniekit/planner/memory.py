@@ -100,23 +100,57 @@ class Kept:
 Moment = Callable[[DecoderConfig, Held, Work, Kept], Bytes]
 
 
+@dataclass(frozen=True)
+class Counted:
+    """Work and what its layers keep; also without rows of routed experts, where there are some."""
+
+    work: Work
+    kept: Kept
+    unrouted: tuple[Work, Kept] | None
+
+
+def counted(c: DecoderConfig, work: Work) -> Counted:
+    unrouted = None
+    if any(work.layers):
+        without = replace(work, cuts=replace(work.cuts, rows=0.0))
+        unrouted = without, _kept(c, without)
+    return Counted(work, _kept(c, work), unrouted)
+
+
 def step_bytes(c: DecoderConfig, held: Held, work: Work) -> Bytes:
     """At the moment that takes the most."""
-    most, moment = _fullest(c, held, work)
-    if not any(work.layers):
+    return bytes_of(c, held, counted(c, work))
+
+
+def bytes_of(c: DecoderConfig, held: Held, work: Counted) -> Bytes:
+    most, moment = _fullest(c, held, work.work, work.kept)
+    if work.unrouted is None:
         return most
-    without = replace(work, cuts=replace(work.cuts, rows=0.0))
-    routed = max(0.0, most.activations - moment(c, held, without, _kept(c, without)).activations)
-    return replace(most, activations=most.activations - routed, experts=routed)
+    routed = max(0.0, most.activations - moment(c, held, *work.unrouted).activations)
+    return Bytes(  # written out: `replace` takes several times as long, and a search does this for every layout
+        most.weights, most.gradients, most.optimiser, most.activations - routed, most.logits, routed,
+        most.communication, most.workspace, most.rounding,
+    )  # fmt: skip
+
+
+def rounded(found: Bytes) -> Bytes:
+    """With what the allocator's blocks are larger."""
+    return Bytes(
+        found.weights, found.gradients, found.optimiser, found.activations, found.logits, found.experts,
+        found.communication, found.workspace, (ROUNDING - 1) * found.total,
+    )  # fmt: skip
 
 
 def peak(c: DecoderConfig, held: Held, work: Work) -> float:
     """Only the total, for a search."""
-    return _fullest(c, held, work)[0].total
+    return _fullest(c, held, work, _kept(c, work))[0].total
 
 
-def _fullest(c: DecoderConfig, held: Held, work: Work) -> tuple[Bytes, Moment]:
-    kept_here = _kept(c, work)
+def peak_of(c: DecoderConfig, held: Held, work: Counted) -> float:
+    return _fullest(c, held, work.work, work.kept)[0].total
+
+
+def _fullest(c: DecoderConfig, held: Held, work: Work, kept_here: Kept) -> tuple[Bytes, Moment]:
     found = ((moment(c, held, work, kept_here), moment) for moment in MOMENTS)
     return max(found, key=lambda item: item[0].total)
 
@@ -150,11 +184,11 @@ def _sum(each: dict[tuple[bool, str], float], layers: list[tuple[bool, str]]) ->
     return sum([layers.count(kind) * size for kind, size in each.items()])
 
 
-def _base(held: Held, gradients: float, **more: float) -> Bytes:
+def _base(held: Held, gradients: float, states: float = 0.0, **more: float) -> Bytes:
     return Bytes(
         weights=held.weights + held.gathered + held.unpacked,
         gradients=gradients,
-        optimiser=held.optimiser,
+        optimiser=held.optimiser + states,
         communication=held.buffers,
         workspace=WORKSPACE,
         **more,
@@ -199,7 +233,7 @@ def _at_last(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> Bytes:
 
 
 def _at_update(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> Bytes:
-    return replace(_base(held, held.gradients), optimiser=held.optimiser + held.staged)
+    return _base(held, held.gradients, states=held.staged)
 
 
 MOMENTS: tuple[Moment, ...] = (_at_loss, _at_first, _at_first_again, _at_last, _at_update)

@@ -7,6 +7,7 @@ ranks the first, which has the largest share of everything. Called by search.py;
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import gcd, prod
@@ -158,6 +159,12 @@ def _standard(kind: bool, sparse: tuple[bool, ...], trained: frozenset[str]) -> 
     return max((n for n, held in enumerate(sparse) if held == kind), key=lambda n: (counts[n], -n))
 
 
+def _but_experts(cut: tuple[object, ...]) -> tuple[object, ...]:
+    """Of `Blocks.cut`: what matters to tensors that are no expert's."""
+    tp, shards, _, _, _, *rest = cut
+    return tp, shards, *rest
+
+
 class Blocks:
     """The tensors of a model by block: one dense layer, one with experts, and what is around them."""
 
@@ -174,7 +181,10 @@ class Blocks:
                 self.names["embed"].append(name)
             else:
                 self.names["front" if name.startswith(FRONT) else "last"].append(name)
+        self._like = {name: self._signature(name) for names in self.names.values() for name in names}
+        self._experts = {block: any(map(sharding.is_expert, names)) for block, names in self.names.items()}
         self._known: dict[tuple[object, ...], dict[str, Share]] = {}
+        self._blocks: dict[tuple[object, ...], Share] = {}
         self._tensors: dict[tuple[object, ...], Share] = {}
         self._stages: dict[tuple[object, ...], Share] = {}
 
@@ -182,6 +192,14 @@ class Blocks:
     def counted(self) -> int:
         """How many tensors were counted: a search has more layouts than ways to cut one."""
         return len(self._tensors)
+
+    def _signature(self, name: str) -> tuple[object, ...]:
+        """Equal for tensors that are cut and stored alike: those of the layers of a vision tower."""
+        stored = self.storing
+        sets = (stored.trained, stored.fp32, stored.one_moment, self.sharding.packed)
+        plain = re.sub(r"\d+", "", name)
+        rule, shape = self.sharding.rule(name), self.sharding.shape(name)
+        return (plain, rule, shape, stored.bits.get(name), *(name in held for held in sets))
 
     @staticmethod
     def cut(layout: Layout, micro_batches: int) -> tuple[object, ...]:
@@ -199,15 +217,17 @@ class Blocks:
         if key not in self._known:
             table = copy.copy(self.sharding)
             table.layout = layout
-            self._known[key] = {
-                block: total(self._tensor(table, name, key, micro_batches) for name in names)
-                for block, names in self.names.items()
-            }
+            self._known[key] = {block: self._block(table, block, key, micro_batches) for block in self.names}
         return self._known[key]
 
+    def _block(self, table: Sharding, block: str, cut: tuple[object, ...], micro_batches: int) -> Share:
+        key = (block, *(cut if self._experts[block] else _but_experts(cut)))
+        if key not in self._blocks:
+            self._blocks[key] = total(self._tensor(table, name, cut, micro_batches) for name in self.names[block])
+        return self._blocks[key]
+
     def _tensor(self, table: Sharding, name: str, cut: tuple[object, ...], micro_batches: int) -> Share:
-        tp, shards, _, _, _, *rest = cut
-        key = (name, *cut) if table.is_expert(name) else (name, tp, shards, *rest)  # where experts are is its own then
+        key = (self._like[name], *(cut if table.is_expert(name) else _but_experts(cut)))
         if key not in self._tensors:
             self._tensors[key] = of_tensor(table, name, 0, self.storing, micro_batches)
         return self._tensors[key]

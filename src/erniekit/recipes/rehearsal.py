@@ -27,7 +27,7 @@ from erniekit.parallel.apply import sharding_of
 from erniekit.parallel.memory import give_memory
 from erniekit.parallel.mesh import Layout, World
 from erniekit.parallel.world import check_named_islands
-from erniekit.recipes import distillation, expert_layers, other_models, planning, stage_of
+from erniekit.recipes import distillation, expert_layers, fp8_training, other_models, planning, stage_of
 from erniekit.recipes.build import build
 from erniekit.recipes.built import Built
 from erniekit.recipes.dpo import sum_over_cp
@@ -42,6 +42,7 @@ from erniekit.recipes.score_heads import expected_labels
 from erniekit.recipes.stage import Prepare, TrainingStage
 from erniekit.rehearse.calls import Trace
 from erniekit.rehearse.recorded_group import opened
+from erniekit.train.fp8_scales import StaticScales
 from erniekit.train.step import TrainStep
 
 STAGES = ("SFT", "PT", "DPO", "KTO", "RM", "CLS", "VL-SFT")
@@ -126,7 +127,7 @@ def recorded(rehearsal: Rehearsal, rank: int) -> Trace:
     from erniekit.rehearse.shapes import shapes_only
 
     with opened(rank, rehearsal.layout.size) as trace, shapes_only():
-        one_step(*built_for(rehearsal, rank, no_card()), rehearsal.micro_batches)
+        one_step(built_for(rehearsal, rank, no_card()), rehearsal.micro_batches)
     return trace
 
 
@@ -150,29 +151,40 @@ def measured(
     with opened(rank, rehearsal.layout.size) as trace:
         device.reset_peak()
         began = time.perf_counter()
-        built, step = built_for(rehearsal, rank, device)
+        ready = built_for(rehearsal, rank, device)
         device.synchronise()
         report(f"model    rank {rank}'s slice, built in {time.perf_counter() - began:.0f} s; its first step compiles")
         taken = []
         for number in range(steps + 1):
             began = time.perf_counter()
-            one_step(built, step, rehearsal.micro_batches)
+            one_step(ready, rehearsal.micro_batches)
             device.synchronise()
             taken.append(time.perf_counter() - began)
             if number == 0:
                 report(f"step     the first one took {taken[0]:.0f} s; {steps} more are measured")
         peak = device.peak_allocated() if device.counts_memory else 0
-        return Measured(sorted(taken[1:])[len(taken[1:]) // 2], peak, trace, built.plan)
+        return Measured(sorted(taken[1:])[len(taken[1:]) // 2], peak, trace, ready.built.plan)
 
 
-def built_for(rehearsal: Rehearsal, rank: int, device: Device) -> tuple[Built, TrainStep]:
+@dataclass(frozen=True)
+class Ready:
+    """A rank before its first step."""
+
+    built: Built
+    step: TrainStep
+    scales: StaticScales | None  # of FP8 training
+
+
+def built_for(rehearsal: Rehearsal, rank: int, device: Device) -> Ready:
     plan = plan_for(rehearsal, rank, device)
     cfg = plan.config
     built = build(plan, stage_of(cfg), fill=without_values)
     optimizer = make_optimizer(cfg, built)
+    scales = fp8_training.scales_of(cfg, built, batch_for(plan, 0))
     means, prepare = cfg.compat.mean_of_micro_batch_means, prepare_other_models(built, stage_of(cfg))
     schedule = make_schedule(cfg, 10)
-    return built, TrainStep(built.engine, optimizer, schedule, cfg.optim.max_grad_norm, means, prepare=prepare)
+    step = TrainStep(built.engine, optimizer, schedule, cfg.optim.max_grad_norm, means, prepare=prepare)
+    return Ready(built, step, scales)
 
 
 def prepare_other_models(built: Built, stage: TrainingStage) -> Prepare | None:
@@ -203,9 +215,12 @@ def without_values(name: str, piece: torch.Tensor) -> None:
     piece.fill_(1.0) if "norm" in name else piece.normal_(0, 0.02)
 
 
-def one_step(built: Built, step: TrainStep, micro_batches: int) -> None:
-    launched = step.launch([batch_for(built.plan, number) for number in range(micro_batches)], 1)
+def one_step(ready: Ready, micro_batches: int) -> None:
+    built = ready.built
+    launched = ready.step.launch([batch_for(built.plan, number) for number in range(micro_batches)], 1)
     balance = expert_layers.balance_hook(built.plan.config, built)
     if balance is not None:
         balance.launched(None, launched)  # type: ignore[arg-type]
+    if ready.scales is not None:
+        ready.scales.after_update(launched.good)
     launched.result()

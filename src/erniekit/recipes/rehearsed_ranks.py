@@ -8,19 +8,23 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stdout
 from multiprocessing import get_context, parent_process
 
+import torch
 from tqdm import tqdm
 
 from erniekit.errors import ErnieKitError
 from erniekit.recipes.rehearsal import Rehearsal, recorded
 from erniekit.rehearse.calls import Trace
 from erniekit.rehearse.compare import Mismatch
+from erniekit.rehearse.shapes import shapes_only
 
-STARTS = 10.0  # seconds until further processes have imported torch
+# Seconds until further processes work: copies of this one do so at once, others import torch and its compiler first.
+STARTS = {"fork": 0.5, "spawn": 10.0}
 
 
 def record_all(job: Rehearsal, ranks: Sequence[int], quiet: bool = False) -> tuple[dict[int, Trace], list[Mismatch]]:
@@ -42,17 +46,28 @@ def _each(job: Rehearsal, ranks: Sequence[int]) -> Iterator[tuple[int, Trace | M
     """The first here; if the others take longer than processes do to start, they go to those."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     first, *rest = ranks
-    began = time.perf_counter()
+    with shapes_only():
+        began = time.perf_counter()  # after the imports
     yield first, attempt(job, first)
-    workers = min(len(rest), cores)
-    if workers < 2 or len(rest) * (time.perf_counter() - began) < STARTS:
+    workers, method = min(len(rest), cores), start_method()
+    if workers < 2 or len(rest) * (time.perf_counter() - began) < STARTS[method]:
         for rank in rest:
             yield rank, attempt(job, rank)
         return
-    with ProcessPoolExecutor(workers, get_context("spawn"), _prepare_worker) as pool:
-        given = {pool.submit(attempt, job, rank): rank for rank in rest}
+    with ProcessPoolExecutor(workers, get_context(method), _prepare_worker) as pool:
+        with warnings.catch_warnings():
+            # Python warns of locks that other threads may hold: those of torch's pools and of the bar are not used.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            given = {pool.submit(attempt, job, rank): rank for rank in rest}
         for done in as_completed(given):
             yield given[done], done.result()
+
+
+def start_method() -> str:
+    """fork: a copy has all that is imported, and shape rules that torch has cached. Not with an accelerator, whose
+    driver and backward threads do not survive it; nor on macOS, whose own libraries do not."""
+    forks = sys.platform == "linux" and torch.accelerator.current_accelerator(check_available=True) is None
+    return "fork" if forks else "spawn"
 
 
 def attempt(job: Rehearsal, rank: int) -> Trace | Mismatch:
@@ -74,8 +89,6 @@ def attempt(job: Rehearsal, rank: int) -> Trace | Mismatch:
 def _prepare_worker() -> None:
     """One thread: there is a worker for each core. And an end with the command, however that is ended: what a worker
     waits for would never come."""
-    import torch
-
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

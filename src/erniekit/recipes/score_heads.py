@@ -11,7 +11,6 @@ from typing import Any
 
 from erniekit.checkpoint.model_folder import read_json
 from erniekit.config import RunConfig
-from erniekit.data.classification import classes_in
 from erniekit.data.formats.columns import as_columns
 from erniekit.errors import ConfigError
 from erniekit.lora.score_head import classes_of
@@ -79,6 +78,8 @@ def _classes(cfg: RunConfig, held: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def read_classes(cfg: RunConfig, files: Sequence[Path | str], formats: Sequence[str | None]) -> tuple[str, ...]:
+    from erniekit.data.classification import classes_in  # here: a plan reads no rows, and templates take long to import
+
     return classes_in(files, as_columns(cfg.data.columns, cfg.origin("columns")), formats)
 
 

@@ -16,50 +16,57 @@ SHOWN = 8  # waiting ranks that are listed one by one
 
 
 class _World:
+    """Each rank at an event of its own. Calls that belong together have one number, so that whether all partners have
+    started theirs is one comparison, however many they are."""
+
     def __init__(self, traces: Mapping[int, Trace]) -> None:
         self.traces = traces
         self.at = dict.fromkeys(traces, 0)  # the next event of each rank
-        self.place: dict[int, list[int]] = {}  # of each call among those of its kind
-        self.started: dict[object, int] = defaultdict(int)  # how many of a kind a rank has started
+        numbers: dict[object, int] = {}
+        self.joint: dict[int, list[int]] = {}  # of each call of a rank: the number it shares with its partners'
+        self.needed: list[int] = []  # of each number: how many ranks take part
         for rank, trace in traces.items():
             counts: dict[object, int] = defaultdict(int)
-            self.place[rank] = []
+            own = self.joint[rank] = []
             for call in trace.calls:
                 key = _key(rank, call)
-                counts[key] += 1
-                self.place[rank].append(counts[key])
+                counts[call.op if call.op in P2P else "", key] += 1
+                together = key, counts[call.op if call.op in P2P else "", key]
+                if together not in numbers:
+                    numbers[together] = len(self.needed)
+                    self.needed.append(2 if call.op in P2P else len(call.group.members))
+                own.append(numbers[together])
+        self.started = [0] * len(self.needed)
 
     def missing(self, rank: int, number: int) -> list[int]:
         """Ranks that have not started their part of a call."""
-        call, place = self.traces[rank].calls[number], self.place[rank][number]
-        return [other for other, key in _partners(rank, call) if self.started[key] < place]
+        call, joint = self.traces[rank].calls[number], self.joint[rank][number]
+        others = (call.peer,) if call.op in P2P else call.group.members
+        return [other for other in others if other != rank and not self._has_started(other, joint)]
+
+    def _has_started(self, rank: int, joint: int) -> bool:
+        passed = self.traces[rank].events[: self.at[rank]] if rank in self.traces else []
+        return any(event >= 0 and self.joint[rank][event] == joint for event in passed)
 
     def advance(self, rank: int) -> bool:
         """As far as the rank comes. True if that is further than it was."""
-        trace, moved = self.traces[rank], False
-        while self.at[rank] < len(trace.events):
-            event = trace.events[self.at[rank]]
+        events, joint, first = self.traces[rank].events, self.joint[rank], self.at[rank]
+        for at in range(first, len(events)):
+            event = events[at]
             if event >= 0:
-                self.started[_key(rank, trace.calls[event])] += 1
-            elif self.missing(rank, ~event):
+                self.started[joint[event]] += 1
+            elif self.started[joint[~event]] < self.needed[joint[~event]]:
                 break
-            self.at[rank] += 1
-            moved = True
-        return moved
+            self.at[rank] = at + 1
+        return self.at[rank] > first
 
 
 def _key(rank: int, call: Call) -> object:
+    """Equal for the calls of all ranks that belong together, but for how many there were before."""
     if call.op in P2P:
-        return call.op, call.group, rank, call.peer, call.tag
-    return call.group, rank
-
-
-def _partners(rank: int, call: Call) -> list[tuple[int, object]]:
-    """Who must have started what, as often as this rank."""
-    if call.op in P2P:
-        other = "recv" if call.op == "send" else "send"
-        return [(call.peer, (other, call.group, call.peer, rank, call.tag))]
-    return [(member, (call.group, member)) for member in call.group.members if member != rank]
+        ends = (rank, call.peer) if call.op == "send" else (call.peer, rank)
+        return call.group, ends, call.tag
+    return call.group
 
 
 def deadlock(traces: Mapping[int, Trace]) -> Mismatch | None:

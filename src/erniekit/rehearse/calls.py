@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 P2P = ("send", "recv")
 
@@ -12,6 +13,14 @@ P2P = ("send", "recv")
 class RankGroup:
     members: tuple[int, ...]  # ranks of the world
     number: int = 0  # which of the groups with just these members, in the order they were made
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Computed once: a group may have thousands of members, and every call is looked up by its group."""
+        return hash((self.members, self.number))
 
     def describe(self) -> str:
         return f"ranks {span(self.members)}" + (f" (group {self.number + 1} of these)" if self.number else "")

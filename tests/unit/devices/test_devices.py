@@ -165,6 +165,21 @@ def test_every_word_of_the_seeds_and_of_their_scripts_names_a_vendor() -> None:
     assert devices.named("auto", {"PADDLE_XCCL_BACKEND": "mlu"}) == "auto"
 
 
+def test_our_variable_names_a_device_that_exists_and_may_name_one_of_several() -> None:
+    with pytest.raises(DeviceError, match="'npuu' is not a device") as refused:
+        devices.named("auto", {"ERNIEKIT_DEVICE": "npuu:0"})
+    assert "ascend" in refused.value.fix
+    assert devices.named("cpu", {"ERNIEKIT_DEVICE": "npuu"}) == "cpu", "what was typed is what counts"
+    assert devices.named_one("auto", {"ERNIEKIT_DEVICE": "npu"}) == ()
+    assert devices.named_one("auto", {"ERNIEKIT_DEVICE": "npu:1"}) == ("1",)
+    assert devices.named_one("npu", {"ERNIEKIT_DEVICE": "npu:1"}) == ()
+    visible = {"ERNIEKIT_DEVICE": "npu:1", "ASCEND_RT_VISIBLE_DEVICES": "4, 6"}
+    assert devices.named_one("auto", visible) == ("6",), "of those that a scheduler has left visible"
+    for wrong in ("npu:2", "npu:", "npu:-1"):
+        with pytest.raises(DeviceError):
+            devices.named_one("auto", {**visible, "ERNIEKIT_DEVICE": wrong})
+
+
 def test_visible_devices_reach_the_ranks_in_the_words_each_runtime_reads() -> None:
     npu = entry_of("npu", {})
     # torch_npu stops reading at the first character that is no digit and no comma.

@@ -110,6 +110,13 @@ def test_the_launcher_words_of_the_seeds_are_understood(monkeypatch: pytest.Monk
     assert (launch.world, launch.node_rank, launch.port) == (128, None, 12123)
 
 
+def test_one_device_of_a_machine_is_named_by_our_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ERNIEKIT_DEVICE", "npu:1")
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "4,6")
+    choose_devices(load(["train_dataset_path=y"]))
+    assert os.environ["ASCEND_RT_VISIBLE_DEVICES"] == "6"
+
+
 def test_a_script_behind_the_device_list_is_not_a_device() -> None:
     with pytest.raises(ConfigError, match=r"train\.py' is not a device"):
         choose_devices(load(["--gpus", "0,1", "examples/post-training/sft/train.py"]))

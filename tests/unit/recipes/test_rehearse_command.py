@@ -39,6 +39,16 @@ def test_a_recipe_whose_ranks_match_is_fine(words, capsys):
     assert "all ranks' calls match, and none waits for ever" in out
 
 
+def test_fp8_training_is_rehearsed_with_its_scales(words, capsys):
+    """Their first values are measured before the step, and they move behind it: a reduction over the ranks each."""
+
+    def calls(*more):
+        assert main([*words, *more, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["collectives"]
+
+    assert calls("compute_type=fp8") > calls()
+
+
 def test_a_rank_that_skips_a_call_is_exit_code_1_and_named(words, capsys, monkeypatch):
     real = comm.all_reduce
 
