@@ -78,3 +78,17 @@ def test_sizes_beyond_the_most_are_launched(monkeypatch) -> None:
             patches = pictures([grid], step)
             assert torch.equal(replayed(patches, [grid]), made(patches, [grid]))
     assert list(replayed.recorded) == [(1, 2, 2)]
+
+
+def test_pictures_of_rare_sizes_are_launched_together() -> None:
+    made, device, calls = tower(), Recorder("recorder", "cpu", 0), []
+    made.blocks[0].register_forward_hook(lambda *_: calls.append(1))
+    replayed = RecordedTower(made, device)
+    for _ in range(SEEN):
+        replayed(pictures([(1, 2, 2)], 0), [(1, 2, 2)])
+    grids = [(1, 4, 2), (1, 2, 2), (2, 2, 2), (1, 2, 4)]
+    patches = pictures(grids, 1)
+    calls.clear()
+    features = replayed(patches, grids)
+    assert len(calls) == 2, "one replay, and one call for the three other sizes"
+    assert torch.equal(features, made(patches, grids))
