@@ -86,12 +86,12 @@ def projections(model: nn.Module) -> list[Projection]:
         publics = [name.removesuffix(".weight") for name in entry.theirs]
         paddles = [name.removesuffix(".weight") for name in in_paddle[entry.ours]]
         parts = layer_parts(base, short_name_of(publics[0]).replace(".", "_"))
-        start = 0
+        start, width = 0, weight_like(base).shape[1]
         for i, public in enumerate(publics):
             part, rows = parts[i % len(parts)]
             if short_name_of(public) in spec.lora_targets or kind is LoRARouter:
                 paddle = paddles[i * len(paddles) // len(publics)]  # Paddle keeps some parts fused
-                place = (module_name, part, start, start + rows, weight_like(base).shape[1])
+                place = (module_name, part, start, start + rows, width)
                 expert = i // len(parts) if kind is LoRAExperts else None
                 found.append(Projection(public, paddle, *place, expert, kind is LoRARouter))  # type: ignore[arg-type]
             start += rows

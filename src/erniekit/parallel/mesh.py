@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from erniekit.parallel.islands import Islands
 
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
+_FIRST = dict.fromkeys(reversed(AXES), 0)
 CONFIG_KEYS = {
     "pp": "pipeline_parallel_degree",
     "dp": "data_parallel_degree",
@@ -64,6 +65,8 @@ class Layout:
         return (2 * self.cp if self.cp > 1 else 1) * (self.tp if self.sequence_parallel else 1)
 
     def coords(self, rank: int) -> dict[str, int]:
+        if rank == 0:  # of which a plan counts tens of thousands of tensors
+            return dict(_FIRST)
         out = {}
         for axis in reversed(AXES):
             rank, out[axis] = divmod(rank, getattr(self, axis))

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import gcd, prod
 
 from erniekit.kernels.moments8 import BLOCK, fits8
@@ -182,6 +183,7 @@ class Blocks:
             else:
                 self.names["front" if name.startswith(FRONT) else "last"].append(name)
         self._like = {name: self._signature(name) for names in self.names.values() for name in names}
+        self._alike = {block: self._counted_alike(names) for block, names in self.names.items()}
         self._experts = {block: any(map(sharding.is_expert, names)) for block, names in self.names.items()}
         self._known: dict[tuple[object, ...], dict[str, Share]] = {}
         self._blocks: dict[tuple[object, ...], Share] = {}
@@ -192,6 +194,14 @@ class Blocks:
     def counted(self) -> int:
         """How many tensors were counted: a search has more layouts than ways to cut one."""
         return len(self._tensors)
+
+    def _counted_alike(self, names: list[str]) -> list[tuple[str, int]]:
+        """One of each kind of like tensors, and how many there are."""
+        first: dict[tuple[object, ...], str] = {}
+        for name in names:
+            first.setdefault(self._like[name], name)
+        counts = Counter(self._like[name] for name in names)
+        return [(name, counts[like]) for like, name in first.items()]
 
     def _signature(self, name: str) -> tuple[object, ...]:
         """Equal for tensors that are cut and stored alike: those of the layers of a vision tower."""
@@ -223,7 +233,13 @@ class Blocks:
     def _block(self, table: Sharding, block: str, cut: tuple[object, ...], micro_batches: int) -> Share:
         key = (block, *(cut if self._experts[block] else _but_experts(cut)))
         if key not in self._blocks:
-            self._blocks[key] = total(self._tensor(table, name, cut, micro_batches) for name in self.names[block])
+            found = Share()
+            for name, count in self._alike[block]:
+                one = self._tensor(table, name, cut, micro_batches)
+                if count > 1:
+                    one = replace(one.times(count), widest=one.widest * min(count, STAGED))
+                found = found + one
+            self._blocks[key] = found
         return self._blocks[key]
 
     def _tensor(self, table: Sharding, name: str, cut: tuple[object, ...], micro_batches: int) -> Share:
