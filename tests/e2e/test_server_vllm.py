@@ -15,12 +15,12 @@ from erniekit.cli.main import main
 from erniekit.demo import tiny
 from erniekit.lora.adapter import adapter_of
 from erniekit.lora.adapter_files import write_adapter
-from erniekit.lora.inject import inject, lora_state
 from erniekit.lora.settings import LoRASettings
 from erniekit.serve.engines.base import GenerationJob, SamplingParams, Token
 from erniekit.serve.engines.embedded import EmbeddedEngine, EngineLimits
 from erniekit.serve.engines.paged import PagedCache
 from erniekit.serve.loaded_models import with_adapter
+from support.engine_jobs import inject_drawn
 from support.serving import Program
 from support.vllm_cpu import ENV, environment
 
@@ -44,12 +44,7 @@ def make_model(folder: Path, family: str, monkeypatch) -> Found:
 
 def make_adapter(found: Found, folder: Path, seed: int) -> Path:
     model, settings = found.weights.build(), LoRASettings(8, 16.0)
-    inject(model, settings, seed)
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for name, value in lora_state(model).items():
-            if name.endswith(".B"):
-                value.normal_(std=0.2)
+    inject_drawn(model, settings, seed, std=0.2)
     write_adapter(folder, adapter_of(model, settings, base=str(found.weights.path)), model)
     return folder
 

@@ -59,16 +59,21 @@ def alone(model: torch.nn.Module, prompt: list[int], count: int = 12) -> list[in
     return ids[len(prompt) :]
 
 
-def make_adapter(weights: ModelFolder, folder: Path, seed: int) -> Path:
-    """Adapters on every projection, large enough to change what is said."""
-    model = weights.build()
-    settings = LoRASettings(4, 8.0)
+def inject_drawn(model: torch.nn.Module, settings: LoRASettings, seed: int, std: float = 0.3) -> None:
+    """Adapters whose B is drawn, not zero: they change what the model says."""
     inject(model, settings, seed)
     torch.manual_seed(seed)
     with torch.no_grad():
         for name, value in lora_state(model).items():
             if name.endswith(".B"):
-                value.normal_(std=0.3)
+                value.normal_(std=std)
+
+
+def make_adapter(weights: ModelFolder, folder: Path, seed: int) -> Path:
+    """Adapters on every projection, large enough to change what is said."""
+    model = weights.build()
+    settings = LoRASettings(4, 8.0)
+    inject_drawn(model, settings, seed)
     write_adapter(folder, adapter_of(model, settings, base=str(weights.path)), model)
     return folder
 

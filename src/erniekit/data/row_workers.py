@@ -139,5 +139,5 @@ def serve() -> None:
         try:
             pickle.dump(answer, answers, protocol=5)
             answers.flush()
-        except BrokenPipeError:  # the parent was killed: nobody is left to report to
-            os._exit(1)  # without closing the pipe, which would fail once more
+        except BrokenPipeError:  # the parent process was killed: its end of the pipe is closed
+            os._exit(1)  # closing ours would flush it and fail again

@@ -34,7 +34,6 @@ class Job:
     schedule: str = "auto"  # of a pipeline
     base: str = BF16  # what frozen weights are kept as, and what they are multiplied in
     products: str = BF16
-
     # What evaluate.py has computed, for layouts that are alike in it.
     known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 

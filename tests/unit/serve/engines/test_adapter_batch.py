@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from erniekit.demo.tiny import FAMILIES, SHAPE
-from erniekit.lora.inject import inject, lora_state
 from erniekit.lora.settings import LoRASettings
 from erniekit.models import MODELS
 from erniekit.models.init import init_weights
 from erniekit.models.layers.attention import Context
 from erniekit.models.layers.moe import MoE
 from erniekit.serve.engines.adapter_batch import AdapterExchange, AdapterRows, joined
+from support.engine_jobs import inject_drawn
 
 NO_CONTEXT = Context(None, None, None, None)  # type: ignore[arg-type]
 
@@ -29,12 +29,7 @@ def built(family: str) -> nn.Module:
 def adapted(base: nn.Module, seed: int, settings: LoRASettings) -> nn.Module:
     model = built("ernie4_5_moe")
     model.load_state_dict(base.state_dict())
-    inject(model, settings, seed)
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for name, value in lora_state(model).items():
-            if name.endswith(".B"):
-                value.normal_(std=0.3)
+    inject_drawn(model, settings, seed)
     return model.eval().requires_grad_(False)
 
 
