@@ -244,18 +244,23 @@ def rate(answers: list[dict[str, float]]) -> dict[str, float]:
 def measure(address: tuple[str, int], options: argparse.Namespace) -> dict[str, Any]:
     names = [f"a{k}" for k in range(options.adapters)]
     out: dict[str, Any] = {"model": str(options.model), "tokens": options.tokens, "prompt": options.prompt}
+
+    def report(name: str, value: Any) -> None:
+        out[name] = value
+        print(f"{name}: {value}", file=sys.stderr, flush=True)  # what is measured by now, should the rest not end
+
     asyncio.run(ask(address, 0, options, 32))
     quiet = []
     for k in range(10):
         answer = asyncio.run(ask(address, 1000 + k, options, 4))
         quiet.append(answer["first"] - answer["began"])
-    out["first_token_ms_alone"] = round(1e3 * statistics.median(quiet), 1)
+    report("first_token_ms_alone", round(1e3 * statistics.median(quiet), 1))
     for clients in options.clients:
-        out[f"{clients} clients"] = rate(collected(together(address, clients, options, options.tokens, ["default"])))
+        report(f"{clients} clients", rate(collected(together(address, clients, options, options.tokens, ["default"]))))
     if names:
         most = max(options.clients)
-        out["one adapter"] = rate(collected(together(address, most, options, options.tokens, names[:1])))
-        out[f"{len(names)} adapters"] = rate(collected(together(address, most, options, options.tokens, names)))
+        report("one adapter", rate(collected(together(address, most, options, options.tokens, names[:1]))))
+        report(f"{len(names)} adapters", rate(collected(together(address, most, options, options.tokens, names))))
     most = max(options.clients)
     if most > 1:
         others = together(address, most - 1, options, 4 * options.tokens, ["default"])
@@ -264,7 +269,7 @@ def measure(address: tuple[str, int], options: argparse.Namespace) -> dict[str, 
         for k in range(10):
             answer = asyncio.run(ask(address, 2000 + k, options, 4))
             busy.append(answer["first"] - answer["began"])
-        out["first_token_ms_under_load"] = round(1e3 * statistics.median(busy), 1)
+        report("first_token_ms_under_load", round(1e3 * statistics.median(busy), 1))
         out["first_token_ratio"] = round(statistics.median(busy) / statistics.median(quiet), 2)
         collected(others)
     with urlopen("http://{}:{}/metrics".format(*address)) as page:

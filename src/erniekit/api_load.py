@@ -1,4 +1,4 @@
-"""`erniekit.load`: any model folder on this disk -> (model, tokenizer). Used by api.py, serve/ and recipes/.
+"""`erniekit.load`: any model folder on this disk -> (model, tokenizer). Used by api/, serve/ and recipes/.
 
 A folder may be a base model, an adapter, a merged export, a checkpoint-N or the output_dir of a run; HF or Paddle.
 """

@@ -6,10 +6,24 @@ A further kind is one class (kernels/stored/base.py has its interface) and one e
 
 from __future__ import annotations
 
+from typing import Any
+
 from erniekit.registry import Registry
 
 PLAIN = "plain"  # fp32 or 16 bit, the only kind that is trained
 BF16 = "bf16"  # what a user writes for it
+
+
+def _problem(name: str, kind: Any) -> str:
+    """What is wrong with a kind that an installed package brings."""
+    if not isinstance(kind, type) or not hasattr(kind, "turned_product"):
+        return "is not a subclass of WeightKind"
+    if (own := getattr(kind, "name", "")) != name:
+        return f"names itself {own!r}: its `name` must be the entry point's"
+    missing = [each for each in ("pack", "unpack") if getattr(kind, each).__qualname__ == f"WeightKind.{each}"]
+    return f"does not define {' and '.join(missing)}" if missing else ""
+
+
 WEIGHT_KINDS = Registry(
     "kind of weights",
     {
@@ -24,20 +38,25 @@ WEIGHT_KINDS = Registry(
         "nf4": "erniekit.kernels.stored.nf4:Nf4",
     },
     group="erniekit.weight_kinds",
+    check=_problem,
 )
 # The same bytes, multiplied in fp8: `frozen_products: fp8` takes the one for the other.
 IN_FP8 = {"fp8": "fp8", "int4": "int4-fp8", "mxfp4": "mxfp4-fp8"}
 
-# Mixes by name: the kind of each role a weight can have (by lora/frozen_base.py).
+# Mixes by name: the kind of each role a weight can have (`role_of`).
 ROLES = ("attention", "mlp", "experts", "shared")
+# By a part of a weight's name, the first that matches. Vision layers have roles that no base packs.
+_BY_PART = {"tower": "tower", "resampler": "resampler", "experts": "experts", "shared": "shared", "attn": "attention"}
 MIXES = {"wint4/8": {"attention": "int8", "mlp": "int8", "experts": "int4", "shared": PLAIN}}
-
-# Bits of a weight, scales of groups included, those of rows not: what decisions on memory count. Unknown kinds: as 16.
-BITS = {"fp8": 8.0, "int8": 8.0, "int4": 4.0, "int4-group": 4.25, "mxfp4": 4.25, "nf4": 4.125}
 
 BASES = (BF16, *(kind for kind in WEIGHT_KINDS if kind not in (PLAIN, *set(IN_FP8.values()) - {"fp8"})), *MIXES)
 # Values of `quantization` that the embedded engine packs by -> the base.
 SERVED = {"wint8": "int8", "wint4": "wint4/8", "wint4/8": "wint4/8"}
+
+
+def role_of(name: str) -> str:
+    """Of a weight, or a layer, by our name of it; as models/costs.py has it."""
+    return next((_BY_PART[part] for part in name.split(".") if part in _BY_PART), "mlp")
 
 
 def kinds_of(base: str) -> dict[str, str]:

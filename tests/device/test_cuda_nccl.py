@@ -303,8 +303,12 @@ STRUCK = ("dp2", "tp2", "pp2", "stage3", "experts ep2")
 
 
 @pytest.fixture(scope="module")
-def strikes(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, str], Future[Strike]]]:
+def strikes(
+    models: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[dict[tuple[str, str], Future[Strike]]]:
+    """All that were selected, begun together."""
     folder = tmp_path_factory.mktemp("struck")
+    selected = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     # Few saves, and struck between two of them: ranks that wait for each other in a save have ten times as long.
     more = dict(max_steps=4 * SAVED, save_steps=SAVED, max_restarts=1, hang_soft_s=8, hang_hard_s=20)
     with ThreadPoolExecutor(FAULTS_AT_ONCE) as pool:
@@ -312,6 +316,8 @@ def strikes(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         for name in STRUCK:
             family, ranks, keys = LAYOUTS[name]
             for fault, sent in FAULTS.items():
+                if {"name": name, "fault": fault} not in selected:
+                    continue
                 job = Job(folder / f"job{len(made)}", models, family, ranks, {**keys, **more})
                 made[name, fault] = pool.submit(Strike(job, sent).run)
         yield made

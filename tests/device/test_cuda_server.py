@@ -51,7 +51,7 @@ def test_it_says_what_the_model_says_without_a_cache(family: str, dtype: torch.d
     model, plain = found.build(dtype, "cuda"), found.build(dtype, "cuda").eval()
     cache = PagedCache(found.weights.config, 96, 16, dtype, "cuda")
     limits = EngineLimits(sequences=16, length=128)
-    engine = EmbeddedEngine({"m": model}, cache, limits, pick("cuda", False) if recorded else None)
+    engine = EmbeddedEngine({"m": model}, cache, limits, pick("gpu", False) if recorded else None)
     luck = random.Random(0)
     prompts = [[luck.randrange(5, 1000) for _ in range(luck.randrange(1, 60))] for _ in range(16)]
     try:
@@ -87,7 +87,7 @@ def test_proposals_are_verified_in_recorded_steps(tokens: int, tmp_path: Path):
     plain.load_state_dict(model.state_dict())
     cache = PagedCache(model.config, 96, 16, torch.bfloat16, "cuda", mtp=True)
     limits = EngineLimits(sequences=8, length=128, proposals=tokens)
-    engine = EmbeddedEngine({"m": model}, cache, limits, pick("cuda", False))
+    engine = EmbeddedEngine({"m": model}, cache, limits, pick("gpu", False))
     try:
         said = speak(engine, prompts, 24)
         assert engine.recorded is not None
@@ -108,7 +108,7 @@ def test_adapters_of_experts_are_batched_in_recorded_steps(tmp_path: Path):
     }
     models = {"m": base, **{name: with_adapter(base, one) for name, one in adapters.items()}}
     cache = PagedCache(found.weights.config, 96, 16, torch.bfloat16, "cuda")
-    engine = EmbeddedEngine(models, cache, EngineLimits(sequences=8, length=128), pick("cuda", False))
+    engine = EmbeddedEngine(models, cache, EngineLimits(sequences=8, length=128), pick("gpu", False))
     luck = random.Random(1)
     prompts = [[luck.randrange(5, 1000) for _ in range(20)] for _ in range(9)]
     names = ["m", "a", "b"] * 3

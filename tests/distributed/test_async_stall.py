@@ -27,9 +27,10 @@ from erniekit.models.config import DecoderConfig
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
 from erniekit.optim.schedule import Schedule
-from erniekit.parallel.apply import SpreadOptions, parallelise, plain, sharding_of
+from erniekit.parallel.apply import SpreadOptions, parallelise
 from erniekit.parallel.gradients import local
 from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.sharding_table import plain, sharding_of
 from erniekit.recipes.weights import from_nothing
 from erniekit.train.save import Saver
 from erniekit.train.step import TrainStep

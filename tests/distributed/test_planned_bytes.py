@@ -20,9 +20,10 @@ from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
 from erniekit.optim.schedule import Schedule
 from erniekit.optim.storage import Storage
-from erniekit.parallel.apply import SpreadOptions, parallelise, plain, sharding_of
+from erniekit.parallel.apply import SpreadOptions, parallelise
 from erniekit.parallel.gradients import local
 from erniekit.parallel.mesh import Layout, World, fit
+from erniekit.parallel.sharding_table import plain, sharding_of
 from erniekit.planner.static_bytes import Blocks, Storing, of_rank, of_tensor
 from erniekit.recipes.build import keep_frozen_as_computed
 from erniekit.recipes.optimiser import place_of

@@ -21,8 +21,9 @@ from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
 from erniekit.optim.schedule import Schedule
 from erniekit.parallel import comm
-from erniekit.parallel.apply import SpreadOptions, parallelise, plain, sharding_of
+from erniekit.parallel.apply import SpreadOptions, parallelise
 from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.sharding_table import plain, sharding_of
 from erniekit.planner.cards import CARDS, CardRates, rates_of
 from erniekit.planner.evaluate import Candidate, Site, evaluate
 from erniekit.planner.job import Job

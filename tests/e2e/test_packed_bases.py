@@ -64,7 +64,7 @@ def train(model: str, rows: str, output: str, keys: dict[str, Any]) -> tuple[int
 
 def same_bytes(built: Any) -> tuple[int, int]:
     from erniekit.kernels.stored import kind_named
-    from erniekit.parallel.apply import plain
+    from erniekit.parallel.sharding_table import plain
 
     whole, count, away = ModelFolder(built.folder.path).build().state_dict(), 0, 0
     for part in built.engine.parts:

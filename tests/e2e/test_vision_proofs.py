@@ -14,6 +14,7 @@ import torch
 import erniekit
 from erniekit.checkpoint import probe as probes
 from erniekit.cli.main import main
+from erniekit.config import load
 from erniekit.data.media.decode import ReadPatches
 from erniekit.data.media.worker import MediaPool
 from erniekit.data.tokenizer import load_tokenizer
@@ -24,6 +25,7 @@ from erniekit.kernels import attention as kernel
 from erniekit.models.layers.seeing import SeeingDecoder
 from erniekit.recipes.datasets import TrainData
 from erniekit.recipes.doctor import DoctorError
+from erniekit.serve.loaded_models import find_models, load_models
 from support.jsonl import write_jsonl
 
 DATA = Path(__file__).resolve().parents[1] / "data"
@@ -223,6 +225,22 @@ def test_an_export_proves_vision_weights_and_preprocessing(
     other = broken("resize", lambda told: told["rows"][0]["proof"].update(resize="0"))
     assert main([*words, f"output_dir={other}"]) == 0
     assert "from the stage `resize` on" in capsys.readouterr().err
+
+
+def test_a_server_says_where_pictures_are_made_otherwise_than_in_training(
+    live: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(live, other, ignore=shutil.ignore_patterns("export", "checkpoint-*"))
+    told = json.loads((other / proof_file.FILE).read_text())
+    told["rows"][0]["proof"]["resize"] = "0"
+    (other / proof_file.FILE).write_text(json.dumps(told))
+    for folder, expected in ((live, ""), (other, "not made as in training, from the stage `resize` on")):
+        cfg = load([str(folder), "device=cpu", "max_model_len=256"], "server")
+        capsys.readouterr()
+        load_models(cfg, find_models(cfg)).engine.stop()
+        said = capsys.readouterr().err
+        assert (expected in said, "not made as in training" in said) == (True, bool(expected))
 
 
 def test_each_stage_of_preprocessing_is_named(live: Path, seeing: Path) -> None:

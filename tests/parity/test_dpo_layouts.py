@@ -27,10 +27,11 @@ from erniekit.models.config import DecoderConfig, MoEShape
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
 from erniekit.optim.schedule import Schedule
-from erniekit.parallel.apply import SpreadOptions, parallelise, plain, sharding_of
+from erniekit.parallel.apply import SpreadOptions, parallelise
 from erniekit.parallel.engine import Engine
 from erniekit.parallel.gradients import local
 from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.sharding_table import plain, sharding_of
 from erniekit.parallel.step_metrics import StepMetrics
 from erniekit.recipes.dpo import STAGE, sum_over_cp
 from erniekit.recipes.reference import Reference

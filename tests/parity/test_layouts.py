@@ -26,9 +26,10 @@ from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
 from erniekit.optim.schedule import Schedule
 from erniekit.parallel import compiled
-from erniekit.parallel.apply import SpreadOptions, parallelise, plain, sharding_of
+from erniekit.parallel.apply import SpreadOptions, parallelise
 from erniekit.parallel.gradients import local
 from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.sharding_table import plain, sharding_of
 from erniekit.train.step import TrainStep
 from support.layouts import LAYOUTS
 from support.ranks import Ranks

@@ -31,10 +31,11 @@ from erniekit.models import MODELS
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
 from erniekit.optim.schedule import Schedule
-from erniekit.parallel.apply import SpreadOptions, parallelise, plain, sharding_of
+from erniekit.parallel.apply import SpreadOptions, parallelise
 from erniekit.parallel.engine import Engine
 from erniekit.parallel.gradients import local
 from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.sharding_table import plain, sharding_of
 from erniekit.parallel.step_metrics import StepMetrics
 from erniekit.recipes import STAGES
 from erniekit.recipes.distillation import mix_of

@@ -17,6 +17,7 @@ from erniekit.models.names import hf_decoder_names
 from support.recorded_training import full_curve, gradients, mean_loss, norms
 
 LOGITS = {"atol": 1e-4, "rtol": 0.0}
+OLDER_LOGITS = {"atol": 2e-4, "rtol": 0.0}  # after training with torch before 2.11
 LOSS = 1e-4
 NORM = 1e-4  # relative
 
@@ -115,4 +116,6 @@ def test_twenty_full_steps_follow_paddles_curve(paddle, dense):
     assert changes == pytest.approx(run["final_param_change_norm_hf_names"], rel=NORM)
     with torch.no_grad():
         logits = model(numbers["input_ids"][:1])
-    torch.testing.assert_close(logits, numbers["logits_after_training"], **LOGITS)
+    # The rounding of older torch's kernels has grown to 1.2e-4 by then.
+    older = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11)
+    torch.testing.assert_close(logits, numbers["logits_after_training"], **(OLDER_LOGITS if older else LOGITS))

@@ -11,8 +11,9 @@ from erniekit.data.collate import one_document
 from erniekit.devices import pick
 from erniekit.losses.causal import causal_loss
 from erniekit.models import MODELS
-from erniekit.parallel.apply import SpreadOptions, parallelise, sharding_of
+from erniekit.parallel.apply import SpreadOptions, parallelise
 from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.sharding_table import sharding_of
 from parity.test_layouts import SHAPE, config, micro_batches, whole_value
 from support.ranks import Ranks
 

@@ -24,9 +24,10 @@ from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
 from erniekit.optim.schedule import Schedule
 from erniekit.parallel import compiled
-from erniekit.parallel.apply import SpreadOptions, parallelise, plain, sharding_of
+from erniekit.parallel.apply import SpreadOptions, parallelise
 from erniekit.parallel.gradients import local
 from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.sharding_table import plain, sharding_of
 from erniekit.train.step import TrainStep
 from parity.test_expert_layouts import named
 from parity.test_layouts import assembled, whole_value

@@ -19,9 +19,10 @@ from erniekit.lora.inject import inject
 from erniekit.lora.settings import LoRASettings
 from erniekit.losses.causal import causal_loss
 from erniekit.parallel import boundary
-from erniekit.parallel.apply import SpreadOptions, parallelise, plain, sharding_of
+from erniekit.parallel.apply import SpreadOptions, parallelise
 from erniekit.parallel.islands import Islands
 from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.sharding_table import plain, sharding_of
 from parity.test_expert_layouts import SPEC, config
 from parity.test_layouts import LENGTH, packs, whole_value
 from support import second_toy, toy_device

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.vision.chat_rows import read_prompt
 from erniekit.data.vision.rules import VisionRules
 from erniekit.data.vision.tokens import VisionAssembler
@@ -42,9 +43,11 @@ def user(*parts: Any) -> dict[str, Any]:
     return {"role": "user", "content": [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]}
 
 
-def prompt_of(*messages: dict[str, Any], rules: VisionRules | None = None) -> tuple[list[int], PromptVision]:
+def prompt_of(
+    *messages: dict[str, Any], rules: VisionRules | None = None, tokenizer: Tokenizer | None = None
+) -> tuple[list[int], PromptVision]:
     """Ids and pictures of a request, read in this process."""
-    rules = rules or VisionRules(**SMALL)
-    asked = VisionAssembler(seen.tokenizer(), rules).prompt(read_prompt(messages), seen.header)
+    rules, tokenizer = rules or VisionRules(**SMALL), tokenizer or seen.tokenizer()
+    asked = VisionAssembler(tokenizer, rules).prompt(read_prompt(messages), seen.header)
     patches: list[np.ndarray | None] = [seen.patches((medium,)) for medium in asked.media.sources]
-    return asked.ids.tolist(), prompt_vision(asked, patches, seen.tokenizer(), rules)
+    return asked.ids.tolist(), prompt_vision(asked, patches, tokenizer, rules)

@@ -22,8 +22,7 @@ def taught(model: torch.nn.Module, prompts: list[list[int]], steps: int = 25) ->
         loss = torch.zeros(())
         for ids, context, states in zip(texts, contexts, hidden):
             ahead = model.norm(layer(model.embed_ids(ids[:, 1:-1]), states, context))[0, 1 - SAID :]
-            logits = model.output.logits(ahead, model.head_weight(), None)
-            loss = loss + torch.nn.functional.cross_entropy(logits, ids[0, 1 - SAID :])
+            loss = loss + torch.nn.functional.cross_entropy(model.head_logits(ahead), ids[0, 1 - SAID :])
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()

@@ -17,8 +17,9 @@ from erniekit.models.config import DecoderConfig, MoEShape
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
 from erniekit.optim.schedule import Schedule
-from erniekit.parallel.apply import SpreadOptions, parallelise, plain, sharding_of
+from erniekit.parallel.apply import SpreadOptions, parallelise
 from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.sharding_table import plain, sharding_of
 from erniekit.rehearse.blocking import deadlock
 from erniekit.rehearse.calls import Trace
 from erniekit.rehearse.compare import Mismatch, compare

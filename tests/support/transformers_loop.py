@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from erniekit.checkpoint.transformers_bridge import to_transformers
 from erniekit.lora.merge import fold
+from support.transformers_bridge import to_transformers
 
 
 @torch.no_grad()

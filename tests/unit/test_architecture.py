@@ -6,7 +6,8 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -20,6 +21,7 @@ SRC = Path(__file__).resolve().parents[2] / "src" / "erniekit"
 # room -> the rooms it may import; OPEN is open to all rooms that are not in it, and so is a room's own inside.
 ALLOWED = {
     "capabilities": set(),
+    "early_imports": set(),
     "errors": {"printable"},
     "extras": set(),
     "heartbeat": set(),
@@ -79,8 +81,9 @@ ALLOWED = {
 # Where CUDA may be named: everything else asks devices/. Peers of the benchmark are other people's programs.
 NAMES_CUDA = ("devices", "kernels", "bench/peers")
 OPEN = {
-    "capabilities", "errors", "extras", "files", "flag_parser", "heartbeat", "log", "lora_scale", "loss_table",
-    "model_contract", "printable", "process_stat", "progress", "quant_schemes", "registry", "version", "weight_kinds",
+    "capabilities", "early_imports", "errors", "extras", "files", "flag_parser", "heartbeat", "log", "lora_scale",
+    "loss_table", "model_contract", "printable", "process_stat", "progress", "quant_schemes", "registry", "version",
+    "weight_kinds",
 }  # fmt: skip
 
 
@@ -117,8 +120,13 @@ def parsed(file: Path) -> ast.Module:
 @cache
 def imports(file: Path, types: bool = True) -> set[str]:
     """The modules of erniekit that a file imports, wherever in the file. types: also those for a type checker alone."""
+    return named_in(statements(parsed(file), types), file)
+
+
+def named_in(nodes: Iterable[ast.AST], file: Path) -> set[str]:
+    """The modules of erniekit that these statements import."""
     found = set()
-    for node in statements(parsed(file), types):
+    for node in nodes:
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -294,6 +302,33 @@ def test_importing_erniekit_and_its_config_imports_no_torch() -> None:
     assert done.stdout.split() == ["False", "False"]
 
 
+def imported_with(module: str) -> set[str]:
+    """What comes with a module when it is imported: not what its functions import when they run."""
+    seen: set[str] = set()
+    todo = [module]
+    while todo:
+        name = todo.pop()
+        seen.add(name)
+        todo += outside_functions(MODULES[name]) - seen
+    return seen
+
+
+@cache
+def outside_functions(file: Path) -> set[str]:
+    functions = [n for n in ast.walk(parsed(file)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    inner = {id(node) for one in functions for node in ast.walk(one)}
+    here = [n for n in statements(parsed(file), types=False) if id(n) not in inner]
+    return named_in([n for n in here if isinstance(n, ast.Import | ast.ImportFrom)], file)
+
+
+def test_a_plan_imports_what_shapes_need_and_not_how_models_are_read_spread_or_fed() -> None:
+    """A fifth of its seconds would go there."""
+    found = imported_with("recipes.planning")
+    assert "models.config" in found
+    assert "planner.job" in found
+    assert not {name for name in found if room(name) in ("data", "checkpoint", "train") or name == "parallel.apply"}
+
+
 def test_training_imports_neither_transformers_nor_without_a_card_torchs_compiler() -> None:
     heavy = ["transformers", "torch._dynamo", "torch._inductor", "sympy"]
     code = (
@@ -319,3 +354,71 @@ def test_no_public_class_name_is_defined_twice() -> None:
                 found.setdefault(node.name, []).append(str(file.relative_to(SRC)))
     twice = {name: files for name, files in found.items() if len(files) > 1}
     assert not twice
+
+
+def callers_named(text: str) -> list[str]:
+    """The files that a docstring says it is called or used by, what stands in brackets left out."""
+    plain = re.sub(r"\([^()]*\)", "", " ".join(text.split()))
+    found = re.findall(r"(?:Called|Used) by ((?:[^.;]|\.py)*)", plain)
+    return [name for line in found for name in re.findall(r"[\w/]+\.py", line)]
+
+
+def test_the_files_that_a_module_names_as_its_callers_import_it() -> None:
+    wrong = []
+    for module, file in MODULES.items():
+        for name in callers_named(ast.get_docstring(parsed(file)) or ""):
+            named = [p for p in MODULES.values() if p.as_posix().endswith(f"/{name}")] or [SRC.parents[1] / name]
+            if not any(_imports(caller, module) for caller in named):
+                wrong.append(f"{module} is not imported by {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def _imports(file: Path, module: str) -> bool:
+    """By a statement, or in a table of names."""
+    if not file.is_file():
+        return False
+    inside = any(name == module or name.startswith(f"{module}.") for name in imports(file))
+    return inside or f'"erniekit.{module}:' in file.read_text(encoding="utf-8")
+
+
+def test_callers_are_found_in_whole_sentences() -> None:
+    assert callers_named("A. Called by a.py and\nb/c.py (d.py), when asked; e.py too. Used by f.py.") == [
+        "a.py", "b/c.py", "f.py",
+    ]  # fmt: skip
+
+
+def methods_replaced(code: str) -> list[int]:
+    """Lines that assign an object's `forward`, `attend` or `run_layers`."""
+    names, found = {"forward", "attend", "run_layers"}, []
+    if not any(f".{name} = " in code or f'"{name}"' in code for name in names):
+        return []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Assign):
+            replaced = any(isinstance(target, ast.Attribute) and target.attr in names for target in node.targets)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
+            replaced = isinstance(node.args[1], ast.Constant) and node.args[1].value in names
+        else:
+            continue
+        found += [node.lineno] if replaced else []
+    return sorted(found)
+
+
+def test_methods_of_a_model_are_replaced_in_one_place() -> None:
+    found = {p.relative_to(SRC).as_posix(): methods_replaced(p.read_text(encoding="utf-8")) for p in MODULES.values()}
+    assert not {place: lines for place, lines in found.items() if lines}, "use erniekit.model_contract.wrap"
+    assert methods_replaced('layer.forward = f\nsetattr(x, "attend", g)\nself.run_layers = h\nx.other = f') == [1, 2, 3]
+
+
+def test_every_public_function_and_class_is_used_outside_of_tests() -> None:
+    """Its name occurs again in the package or in benchmarks/."""
+    words: Counter[str] = Counter()
+    for file in (*MODULES.values(), *(SRC.parents[1] / "benchmarks").rglob("*.py")):
+        words.update(re.findall(r"\w+", file.read_text(encoding="utf-8")))
+    defined = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    unused = [
+        f"{module}: {node.name}"
+        for module, file in MODULES.items()
+        for node in parsed(file).body
+        if isinstance(node, defined) and not node.name.startswith("_") and words[node.name] < 2
+    ]
+    assert not unused, "\n".join(unused)

@@ -35,7 +35,7 @@ class Gauge:
         self.device.synchronise()
 
     def sweep(self) -> None:
-        """What nobody refers to any more goes back to the card."""
+        """Returns memory that nothing refers to any more to the card."""
         gc.collect()
         self.device.synchronise()
         self.device.empty_cache()

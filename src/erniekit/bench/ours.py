@@ -53,7 +53,7 @@ def run_config(task: Task) -> RunConfig:
 
 class Ours(Runner):
     name = OURS
-    planned: dict[str, Any] | None = None  # what the planner expects; stays when all else is let go
+    planned: dict[str, Any] | None = None  # what the planner expects; stays when all else is freed
 
     def build(self) -> None:
         cfg = run_config(self.task)

@@ -1,6 +1,6 @@
 """`erniekit bench --real`: whole `erniekit train` commands as a user types them, each in a process of its own, timed
 from outside: to the first line on the screen, to the first step, real tokens a second once it runs, and from the last
-step to the end. Called by command.py and benchmarks/real.py; imports no torch.
+step to the end. Called by command.py; imports no torch.
 
 A case's folder has the config.json of a real shape and a tokenizer; weights are drawn at random (continue_training:
 False), so that nothing is downloaded. Its rows are text of the demo, cut to the token counts of the case.

@@ -91,7 +91,7 @@ class Runner:
         yield
 
     def close(self) -> None:
-        """Lets go of all memory, also of what half a build left; build() may follow."""
+        """Frees all memory, also that of an unfinished build; build() may follow."""
         for name in [name for name in vars(self) if name not in KEPT]:
             delattr(self, name)
 

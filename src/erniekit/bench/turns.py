@@ -1,7 +1,7 @@
 """Who runs when: ours and the peers take turns on one device, and each one's steps, memory and numbers are booked.
 
 Called by worker.py. Where all fit the card together all are built first and short turns alternate; else one is
-built, measured and let go before the next, ours first and once more at the end.
+built, measured and freed before the next, ours first and once more at the end.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Lane:
     waited: float | None = None  # seconds for data, in timed steps; None: its data is in memory
     readings: list[Reading] = field(default_factory=list)  # of the card, meanwhile
     own: int = 0  # bytes it holds between its turns
-    peak: int = 0  # bytes, everybody else's apart
+    peak: int = 0  # bytes, without those of other trainers
     build_s: float = 0.0
     first_step_s: float = 0.0
     last_step_s: float = 0.0
@@ -169,7 +169,7 @@ class Turns:
             return None
 
     def _settle(self, lane: Lane, ran: float) -> None:
-        """Steps that nobody counts, until the card has worked for long enough to have the clocks it can hold.
+        """Steps that are not counted, until the card has worked long enough for its clocks to be steady.
         ran: seconds that it has just worked already."""
         while ran < self.gauge.settle:
             count = math.ceil((self.gauge.settle - ran) / lane.last_step_s)

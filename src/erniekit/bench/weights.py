@@ -1,4 +1,4 @@
-"""The same random weights for everybody: drawn by name on the device, for our model and under a peer's names.
+"""The same random weights for every trainer: drawn by name on the device, for our model and under a peer's names.
 
 Called by ours.py, peers/hf.py and peers/peft_vl.py; nothing is written to disk and no model is held twice.
 """

@@ -72,7 +72,7 @@ class Workload:
     peers: tuple[str, ...]  # measured unless others are named
     also: tuple[str, ...] = ()  # measured only by name
     recompute: bool = False  # whether the peers compute layers again in the backward pass
-    together: bool = True  # everybody's weights and states fit the card at once, so that turns alternate
+    together: bool = True  # weights and states of all trainers fit the card at once, so that turns alternate
     skew: bool = False  # the router prefers some experts, as Zipf's law has it
     limit_gib: float | None = None  # peak memory that is allowed
     target: float | None = None  # tokens (or pairs) a second to reach on one H200

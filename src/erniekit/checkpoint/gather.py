@@ -1,6 +1,6 @@
 """Whole tensors from the parts that ranks hold: one at a time, to the one rank that writes, over a gloo group.
 
-Used by collective.py and nodes.py. The writer requests tensors and the other ranks reply, so that no rank
+Used by collective.py. The writer requests tensors and the other ranks reply, so that no rank
 waits for one that failed: it reports the error, its connection closes, or the time-out passes.
 """
 
@@ -228,7 +228,7 @@ class Exchange:
             if rank not in self.wire.lost:
                 try:
                     self.wire.send_json(rank, outcome, _END)
-                except CheckpointError:  # it is dead or dying and will not miss the news
+                except CheckpointError:  # its process has ended or is ending, and needs no message
                     continue
 
     # --- everyone else ---

@@ -101,7 +101,8 @@ class ModelFolder:
     def _layout(self) -> str:
         if self.spec.layout_of is not None:
             return self.spec.layout_of(self.files)
-        return "paddle" if any(n.startswith(self.spec.paddle_prefix) for n in self.files) else "hf"
+        prefix = self.spec.paddle_prefix
+        return "paddle" if prefix and any(n.startswith(prefix) for n in self.files) else "hf"
 
     def entries(self) -> list[Entry]:
         return self.spec.entries(self.config, self.layout)
@@ -317,7 +318,7 @@ def _indexed(index: Path, listed: Listed) -> dict[str, Path]:
 def _open_file(file: Path) -> Any:
     refuse_special(file, CheckpointError)
     try:
-        check_safetensors(file)  # the library lets some lies pass, and calls any error of the system a missing file
+        check_safetensors(file)  # the library accepts some wrong headers, and takes any system error for a missing file
         return safe_open(str(file), framework="pt")
     except CheckpointError:
         raise

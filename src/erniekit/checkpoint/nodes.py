@@ -279,7 +279,7 @@ class _Stream:
         except CheckpointError:
             if self.onward not in self.wire.lost:
                 raise
-            self.onward = None  # it died; the source will miss its reply
+            self.onward = None  # its process ended; the source finds that its reply is missing
 
 
 def _messages(sizes: Sequence[int]) -> Iterator[int]:

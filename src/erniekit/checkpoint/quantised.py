@@ -299,7 +299,7 @@ def _matches(target: str, module: str) -> bool:
 
 
 def _is_harmless(target: str) -> bool:
-    """A pattern is a stranger's: one with repeated groups, or many repeats, can take for ever on a name."""
+    """Patterns come from untrusted files: one with repeated groups, or many repeats, may never end on a name."""
     if not target.startswith("re:"):
         return True
     repeats = re.findall(r"(?<!\\)[*+?{]", target)

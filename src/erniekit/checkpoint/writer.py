@@ -12,6 +12,7 @@ import re
 import secrets
 import shutil
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +29,7 @@ from erniekit.log import warn
 Write = Callable[[Path], Mapping[str, FileRecord] | None]
 
 _SYNC_EVERY = 256 << 20  # bytes
+_HASHED_LATER = 8  # pieces: a slow write does not hold up the hash, nor a slow hash the next write
 _SYNC = getattr(os, "fdatasync", os.fsync)  # macOS has the latter only
 _HIDDEN = re.compile(r"\.(?P<kind>tmp|del|old)-(?P<name>.+)-\d+-[0-9a-f]{8}")
 
@@ -102,22 +104,24 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
     digest, size, unsynced = hashlib.sha256(), 0, 0
     fd = ops.create(path)
     try:
-        with ThreadPoolExecutor(2, thread_name_prefix="checkpoint-hash") as pool:
-            hashed: Future[Any] = pool.submit(bool)
-            synced: Future[Any] = pool.submit(bool)
+        # One thread each: pieces are hashed in their order.
+        with ThreadPoolExecutor(1, "checkpoint-hash") as hasher, ThreadPoolExecutor(1, "checkpoint-sync") as syncer:
+            hashed: deque[Future[Any]] = deque()
+            synced: Future[Any] = syncer.submit(bool)
             for chunk in chunks:
                 view = memoryview(chunk).cast("B")
-                hashed.result()
-                hashed = pool.submit(digest.update, view)
+                hashed.append(hasher.submit(digest.update, view))
                 size, unsynced = size + len(view), unsynced + len(view)
                 while len(view):
                     view = view[ops.write(fd, view) :]
+                if len(hashed) > _HASHED_LATER:
+                    hashed.popleft().result()
                 if unsynced >= _SYNC_EVERY and synced.done():  # the disk is at work from the first bytes on
                     synced.result()
-                    synced, unsynced = pool.submit(_SYNC, fd), 0
+                    synced, unsynced = syncer.submit(_SYNC, fd), 0
                 heartbeat.beat()
-            hashed.result()
-            synced.result()
+            for each in (*hashed, synced):
+                each.result()
     finally:
         os.close(fd)
     record = FileRecord(size, digest.hexdigest())

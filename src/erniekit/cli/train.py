@@ -1,6 +1,6 @@
 """`erniekit train`: in this process on one device, else one process per device on every machine.
 
-Called by main.py; launch/ starts and watches the ranks.
+Called by commands.py; launch/ starts and watches the ranks.
 """
 
 from __future__ import annotations

@@ -41,12 +41,17 @@ def expected(k: Key) -> str:
     """A description of `k`'s values, for errors and help."""
     one = _NAMES.get(k.item, "a value")
     if k.choices:
-        one = "one of " + ", ".join(c or "''" for c in k.choices)
+        one = "one of " + ", ".join(c or "''" for c in _choices(k))
     elif k.low is not None and k.high is not None:
         one += f" from {k.low:g} to {k.high:g}"
     elif k.low is not None:
         one += f", {k.low:g} or more"
     return f"a list, each {one}" if k.is_list else one
+
+
+def _choices(k: Key) -> list[str]:
+    """With those that installed packages add."""
+    return [*k.choices, *(k.further.installed() if k.further is not None else ())]
 
 
 def _split(k: Key, value: Any, where: str) -> list[Any]:
@@ -134,7 +139,7 @@ def _proposal(k: Key) -> str:
 
 
 def _refuse(k: Key, value: Any, where: str) -> ConfigError:
-    near = nearest(value, list(k.choices)) if isinstance(value, str) and k.choices else []
+    near = nearest(value, _choices(k)) if isinstance(value, str) and k.choices else []
     came = "***" if k.secret else "nothing" if value is None else repr(value)
     fix = k.elsewhere.get(str(value)) or (f"did you mean {near[0]}?" if near else _proposal(k))
     return ConfigError(f"{k.name} is {came}; expected {expected(k)}", where=where, fix=fix)

@@ -1,4 +1,4 @@
-"""`erniekit data clean FILE... --output NEW.jsonl`: a copy of the rows without those that were asked to go.
+"""`erniekit data clean FILE... --output NEW.jsonl`: a copy of the rows without those that the flags exclude.
 
 Called by the command table. Writes new files alone; every row that is left out is listed with file, line and reason.
 """

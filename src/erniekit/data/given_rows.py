@@ -1,7 +1,7 @@
 """Rows that a Python session holds in memory, as a JSONL file of the run: it can then resume, and report on them.
 
-Used by api.py and recipes/session.py. Nothing is imported for them: a Hugging Face Dataset is an iterable of dicts, and
-a pandas DataFrame knows how to become a list of them.
+Used by api/training.py and recipes/session.py. Nothing is imported for them: a Hugging Face Dataset is an iterable of
+dicts, and a pandas DataFrame has a method that returns a list of them.
 """
 
 from __future__ import annotations

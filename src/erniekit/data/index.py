@@ -107,7 +107,7 @@ def index_text(
                 if made is None:
                     refuse_foreign(output, work, format, plan)
                     work.mkdir(exist_ok=True)
-                    run = _Run(files, work, output, job, format, plan, commit_bytes)
+                    run = _IndexRun(files, work, output, job, format, plan, commit_bytes)
                     made = run.publish(run.report(num_proc), max_bad_fraction)
             lock = Path(f"{work}.lock")
             if lock.is_file() and not lock.is_symlink() and not lock.stat().st_size:
@@ -178,7 +178,7 @@ def _made(output: Path, files: Sequence[Path], format: str, plan: dict[str, Any]
     return Indexed(str(output), report, fresh=False)
 
 
-class _Run:
+class _IndexRun:
     """One work folder: four files that grow, and how much of them is certain."""
 
     def __init__(

@@ -1,6 +1,6 @@
 """The JSON files and templates next to a vocabulary, read within bounds and with the kind of every value checked.
 
-Called by tokenizer.py. They come from a stranger's folder: a value of another kind is refused with its key.
+Called by tokenizer.py. They come from an untrusted folder: a value of another kind is refused with its key.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The bytes that each token adds to a text. Called by serve/structured.py, whose grammars are over bytes.
+"""The bytes that each token adds to a text. Called by serve/structured.py, whose grammars are over bytes, and by
+Tokenizer.bytes_of for log-probabilities.
 
 SentencePiece models, and a tokenizer.json whose decoder is byte-level, or `▁` for a blank with or without pieces for
 single bytes. A decoder that does more (WordPiece's `##`) has no such table: there a token's text depends on others.
@@ -7,11 +8,13 @@ single bytes. A decoder that does more (WordPiece's `##`) has no such table: the
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from erniekit.data.token_width import BYTES
-from erniekit.data.tokenizer import Tokenizer
-from erniekit.data.vocabulary import JsonVocabulary, SentencePieceVocabulary
+from erniekit.data.vocabulary import JsonVocabulary, SentencePieceVocabulary, Vocabulary
+
+if TYPE_CHECKING:
+    from erniekit.data.tokenizer import Tokenizer
 
 BYTE_OF = {piece: bytes([byte]) for byte, piece in enumerate(BYTES)}
 PLAIN_DECODERS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
@@ -19,17 +22,17 @@ PLAIN_DECODERS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 
 def token_bytes(tokenizer: Tokenizer) -> list[bytes] | None:
     """By id, as they stand inside a text; control tokens add nothing. None: this tokenizer has no such table."""
-    vocabulary = tokenizer.vocabulary
-    bytes_of: Callable[[int], bytes] | None
-    if isinstance(vocabulary, SentencePieceVocabulary):
-        bytes_of = _sentencepiece(vocabulary)
-    elif isinstance(vocabulary, JsonVocabulary):
-        bytes_of = _tokenizer_json(vocabulary)
-    else:
-        bytes_of = None
+    bytes_of = spelling(tokenizer.vocabulary)
     if bytes_of is None:
         return None
-    return [b"" if tokenizer.is_special(id) else bytes_of(id) for id in range(vocabulary.size)]
+    return [b"" if tokenizer.is_special(id) else bytes_of(id) for id in range(tokenizer.vocab_size)]
+
+
+def spelling(vocabulary: Vocabulary) -> Callable[[int], bytes] | None:
+    """The same for one id at a time, whatever control tokens there are."""
+    if isinstance(vocabulary, SentencePieceVocabulary):
+        return _sentencepiece(vocabulary)
+    return _tokenizer_json(vocabulary) if isinstance(vocabulary, JsonVocabulary) else None
 
 
 def _sentencepiece(vocabulary: SentencePieceVocabulary) -> Callable[[int], bytes]:

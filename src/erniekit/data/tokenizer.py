@@ -9,12 +9,13 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from erniekit.data.settings_files import read_added, read_settings, read_template
+from erniekit.data.token_bytes import spelling
 from erniekit.data.vocabulary import (
     JsonVocabulary,
     Run,
@@ -134,6 +135,17 @@ class Tokenizer:
     def widest(self) -> int | None:
         """The most characters of a text that one token stands for; None where that has no bound."""
         return self.vocabulary.widest()
+
+    @functools.cached_property
+    def _spelling(self) -> Callable[[int], bytes] | None:
+        return spelling(self.vocabulary)
+
+    def bytes_of(self, id: int) -> bytes:
+        """What a token adds to a text, a part of a character as well; of a control token its name. The first use may
+        take a second for a large vocabulary."""
+        if self._spelling is None or self.is_special(id) or id >= self.vocab_size:
+            return self.decode([id], skip_special=False).encode("utf-8", "replace")
+        return self._spelling(id)
 
     def least_tokens(self, characters: int) -> int:
         """The least number of tokens of a text of this many characters."""

@@ -18,6 +18,7 @@ from erniekit.checkpoint import probe as probes
 from erniekit.checkpoint.model_folder import PREPROCESSOR, SIDE_FILES, ModelFolder, read_json
 from erniekit.checkpoint.model_writer import copy_side_files, processor_files, write_model
 from erniekit.checkpoint.probe import Probe
+from erniekit.checkpoint.release_code import missing_code
 from erniekit.checkpoint.writer import publish
 from erniekit.config import RunConfig, need
 from erniekit.data.settings_files import read_settings
@@ -201,6 +202,10 @@ def export(
         made, needed = (write, size) if as_gguf is None else (write_file, as_gguf.size)
         publish(out.parent, out.name, made, info=info, expected_bytes=needed, may_replace=check_replaceable)
     _show_result(out, source, loaded, merge, proofs, f"{layout} layout" if as_gguf is None else as_gguf.kind.name)
+    if config.vision is not None and as_gguf is None and layout == "hf" and (lacking := missing_code(out)):
+        emit(
+            f"note     vLLM reads it with Python files of its release; missing: {', '.join(lacking)} (docs/ernie-vl.md)"
+        )
     for each in filter(None, proved):
         (emit if each.stage is None else warn)(f"checked  {each.line()}" if each.stage is None else each.line())
     return out

@@ -1,6 +1,6 @@
 """`erniekit split`: the same weights in files of bounded size, in either layout, bit for bit.
 
-Called by cli/main.py (split_command) and the API (run_split).
+Called by cli/commands.py (split_command) and recipes/run.py (run_split).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A JSON file from a stranger's folder, read within bounds: size, nesting, and an object at the top.
+"""A JSON file of an untrusted folder, read within bounds: size, nesting, and an object at the top.
 
 Called for every small JSON file of a model, an adapter or a checkpoint. Errors of the system pass through.
 """

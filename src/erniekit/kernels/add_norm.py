@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from erniekit.kernels.available import has_triton
+from erniekit.kernels.available import runs_triton
 from erniekit.kernels.rms_norm import rms_norm
 
 
@@ -13,7 +13,7 @@ def add_norm(
     x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x, added [T, H] -> (x + added, its norm times weight), both in x's dtype; added None: x as it is."""
-    if x.is_cuda and has_triton():
+    if runs_triton(x):
         from erniekit.kernels.triton import add_norm as kernels
 
         return kernels.add_norm(x, added, weight, eps)

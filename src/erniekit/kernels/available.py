@@ -17,6 +17,7 @@ import torch
 from torch.library import custom_op, triton_op
 
 from erniekit import capabilities
+from erniekit.early_imports import without_collections, without_jax
 from erniekit.kernels import broken
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -28,7 +29,8 @@ def loaded(name: str, *needed: str, package: str = "") -> ModuleType | None:
     it is installed as; prints a line where it is there and does not load."""
     began = time.perf_counter()
     try:
-        module = import_module(name)
+        with without_collections(), without_jax():
+            module = import_module(name)
         IMPORT_SECONDS[name] = round(time.perf_counter() - began, 2)
         if missing := [each for each in needed if not hasattr(module, each)]:
             raise ImportError(f"{name} has no {missing[0]}")
@@ -72,6 +74,12 @@ _BUILT = _why_not_built() is None  # a constant, for functions that are compiled
 
 def has_triton() -> bool:
     return _BUILT and capabilities.has("triton")
+
+
+def runs_triton(tensor: torch.Tensor) -> bool:
+    """Whether Triton kernels can take it. Steps that have one implementation for a card and one in torch go by this
+    alone."""
+    return tensor.is_cuda and has_triton()
 
 
 def kernel_op(name: str) -> Callable[[Callable[..., Any]], Any]:

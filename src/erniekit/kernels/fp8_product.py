@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from erniekit.kernels.available import has_triton
+from erniekit.kernels.available import runs_triton
 from erniekit.kernels.grouped_gemm import spans
 from erniekit.kernels.low_rank import Tail
 from erniekit.kernels.quantised_rows import dequantised
@@ -19,7 +19,7 @@ ALL_IN_TRITON = True  # products without low-rank updates too
 
 def transposed(image: torch.Tensor) -> torch.Tensor:
     """fp8 [.., out, in] -> [.., in, out], contiguous: both sides of a product lie along what it sums over."""
-    if image.is_cuda and has_triton():
+    if runs_triton(image):
         from erniekit.kernels.triton import fp8_rows
 
         return fp8_rows.transposed(image)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from erniekit.kernels import expert_reference
-from erniekit.kernels.available import has_triton
+from erniekit.kernels.available import runs_triton
 
 MOST_CELLS = torch.iinfo(torch.int16).max  # experts, or experts times groups: rows are sorted by 16-bit numbers
 
@@ -55,7 +55,7 @@ def count(ids: torch.Tensor, experts: int) -> torch.Tensor:
 
 def sum_choices(rows: torch.Tensor, order: Order, k: int) -> torch.Tensor:
     """[T, H]: each token's K rows added, in fp32 and in a fixed order: no atomics, the same bits always."""
-    if rows.is_cuda and has_triton() and rows.shape[0] and rows.dtype != torch.float64:
+    if runs_triton(rows) and rows.shape[0] and rows.dtype != torch.float64:
         from erniekit.kernels.triton import expert_rows
 
         return expert_rows.sum_choices(rows, order.place_of, k, order.ends)

@@ -1,7 +1,7 @@
 """Products that quack-kernels, which flash-attn-4 brings along, does faster on Hopper cards than torch: rows grouped by
 expert, a wide head, and gate and up with SwiGLU on the way out. Each is tried once against torch before it is used.
 
-Called by expert_mlp.py, head_gradients.py and gate_up.py. R rows, D what is summed over, E experts, V vocab, W width.
+Called by grouped_gemm.py, head_gradients.py and gate_up.py. R rows, D what is summed over, E experts, V vocab, W width.
 """
 
 from __future__ import annotations

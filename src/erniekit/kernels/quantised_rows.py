@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from erniekit.kernels.available import has_triton
+from erniekit.kernels.available import runs_triton
 
 HIGHEST = 448.0  # of e4m3
 LEAST = 1e-30  # a row's largest number counts as this at least: rows of zeros stay zeros, and 1 / scale stays finite
@@ -18,7 +18,7 @@ Rows = torch.Tensor | Scaled
 def quantised(x: torch.Tensor) -> Scaled:
     """x [..., K] -> fp8 [..., K] and its rows' scales, fp32 [..., 1]: x is about fp8 * scale. What is not finite stays
     so in the product."""
-    if x.is_cuda and has_triton():
+    if runs_triton(x):
         from erniekit.kernels.triton import fp8_rows
 
         return fp8_rows.quantise(x)
@@ -27,7 +27,7 @@ def quantised(x: torch.Tensor) -> Scaled:
 
 def quantised_with(x: torch.Tensor, factor: torch.Tensor) -> Scaled:
     """x [R, K] times factor fp32 [K], rounded."""
-    if x.is_cuda and has_triton():
+    if runs_triton(x):
         from erniekit.kernels.triton import fp8_rows
 
         return fp8_rows.quantise_with(x, factor)
@@ -39,7 +39,7 @@ def quantised_by_expert(
 ) -> Scaled:
     """Rows sorted by expert, each times its expert's factor, fp32 [E, K], rounded. Past the last end: undefined.
     row_of: x has tokens [T, K], and row r is that of choice row_of[r], k choices a token."""
-    if x.is_cuda and has_triton():
+    if runs_triton(x):
         from erniekit.kernels.triton import fp8_rows
 
         return fp8_rows.quantise_by_expert(x, factor, ends, row_of, k)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from erniekit import capabilities
-from erniekit.kernels.available import has_triton, shapes_of
+from erniekit.kernels.available import runs_triton, shapes_of
 from erniekit.kernels.precision import at_least_fp32
 
 
@@ -35,7 +35,7 @@ def parts_of(value: torch.Tensor, count: int) -> list[torch.Tensor]:
 
 def side_by_side(value: torch.Tensor, which: tuple[int, int, int], dim: int) -> torch.Tensor:
     """The parts `which` of an fp32 matrix (0 the largest), one after the other along `dim`."""
-    if value.is_cuda and has_triton():
+    if runs_triton(value):
         from erniekit.kernels.triton import bf16_split
 
         return bf16_split.side_by_side(value, which, dim)

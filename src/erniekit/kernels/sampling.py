@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from erniekit.kernels.available import has_triton
+from erniekit.kernels.available import runs_triton
 
 UNIT = 40  # bits of the largest weight: the sum of 2**22 tokens fits into 62
 GOLDEN, FIRST, SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685  # of splitmix64
@@ -35,7 +35,7 @@ def draw(logits: torch.Tensor, params: DrawParams, places: torch.Tensor) -> torc
     Of the top_k likeliest tokens those that make up top_p of their share, one of them; tokens as likely as the last
     one kept are kept with it.
     """
-    if logits.is_cuda and has_triton():
+    if runs_triton(logits):
         from erniekit.kernels.triton import sampling as kernels
 
         return kernels.draw(logits, params, places)

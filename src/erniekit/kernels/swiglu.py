@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.library import wrap_triton
 
-from erniekit.kernels.available import has_triton, kernel_op
+from erniekit.kernels.available import kernel_op, runs_triton
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
@@ -46,7 +46,7 @@ def reference_gradient(grad: torch.Tensor, gate_up: torch.Tensor, paired: bool =
 
 
 def _on_card(gate_up: torch.Tensor) -> bool:
-    return gate_up.is_cuda and gate_up.dtype in (torch.bfloat16, torch.float16) and has_triton()
+    return runs_triton(gate_up) and gate_up.dtype in (torch.bfloat16, torch.float16)
 
 
 @kernel_op("erniekit::swiglu")

@@ -1,6 +1,6 @@
 """The model an adapter sits on: where it is, and whether it is the one the adapter was trained on.
 
-Called by export, by api_load.py (chat, server, eval, `load`) and by recipes/build.py (lora_path).
+Called by export, by api_load.py (chat, server, eval, `load`) and by recipes/adapters.py (lora_path).
 """
 
 from __future__ import annotations

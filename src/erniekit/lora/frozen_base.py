@@ -19,15 +19,7 @@ from erniekit.kernels.stored import PLAIN, kind_named
 from erniekit.log import emit, warn
 from erniekit.lora.layers import LoRAExperts, LoRALinear
 from erniekit.models.layers.linear import HoldsWeight, packed_layers
-from erniekit.weight_kinds import BF16, kinds_of, with_products
-
-# By a part of a layer's name, the first that matches. Vision layers have roles that no base packs.
-_ROLES = {"tower": "tower", "resampler": "resampler", "experts": "experts", "shared": "shared", "attn": "attention"}
-
-
-def role_of(name: str) -> str:
-    """As weight_kinds.py and models/costs.py have it."""
-    return next((_ROLES[part] for part in name.split(".") if part in _ROLES), "mlp")
+from erniekit.weight_kinds import BF16, kinds_of, role_of, with_products
 
 
 def check(base: str, products: str, device: torch.device, experts: bool, where: str) -> None:

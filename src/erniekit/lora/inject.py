@@ -6,6 +6,7 @@ Called by recipes/build.py (training) and through adapter.py by chat, export and
 from __future__ import annotations
 
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -105,12 +106,18 @@ def reset_lora(model: nn.Module, seed: int) -> None:
 
     A meta model is not changed: call this again once it has memory.
     """
-    for name, module in lora_linears(model):
-        for key, pair in module.pairs().items():
-            if pair.A.is_meta:
-                continue
-            names = [f"{name}.{e}" if pair.experts > 1 else name for e in range(pair.experts)]
-            pair.reset(*(generator_of(f"{seed}/{each}.lora.{key}.A") for each in names))
+    fresh = [
+        (pair, [f"{seed}/{each}.lora.{key}.A" for each in _experts(name, pair)])
+        for name, module in lora_linears(model)
+        for key, pair in module.pairs().items()
+        if not pair.A.is_meta
+    ]
+    with ThreadPoolExecutor() as pool:  # a generator is slow, and draws without holding Python's lock
+        list(pool.map(lambda one: one[0].reset(*map(generator_of, one[1])), fresh))
+
+
+def _experts(name: str, pair: Pair) -> list[str]:
+    return [f"{name}.{e}" for e in range(pair.experts)] if pair.experts > 1 else [name]
 
 
 def generator_of(name: str) -> torch.Generator:

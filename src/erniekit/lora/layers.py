@@ -77,9 +77,13 @@ class Pair(nn.Module):
     def reset(self, *generators: torch.Generator) -> None:
         """A Kaiming-uniform(a = sqrt 5), which is +-1/sqrt(in); B zero. Drawn on the CPU in fp32 for any device, with a
         generator for each expert."""
-        bound = 1.0 / math.sqrt(self.A.shape[1])
-        for A, generator in zip(self.A.view(len(generators), -1, self.A.shape[1]), generators, strict=True):
-            A.copy_(torch.empty(A.shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator))
+        bound, width = 1.0 / math.sqrt(self.A.shape[1]), self.A.shape[1]
+        in_place = self.A.dtype == torch.float32 and self.A.device.type == "cpu"
+        drawn = self.A if in_place else torch.empty(self.A.shape, dtype=torch.float32)
+        for one, generator in zip(drawn.view(len(generators), -1, width), generators, strict=True):
+            one.uniform_(-bound, bound, generator=generator)
+        if not in_place:
+            self.A.copy_(drawn)
         self.B.zero_()
 
     def updates(

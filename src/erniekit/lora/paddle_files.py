@@ -50,7 +50,7 @@ class FusedRows:
 def fused_linears(model: nn.Module) -> dict[str, FusedRows]:
     """Paddle's linear name -> its projections; a linear that Paddle keeps apart has one."""
     config = config_of(model)
-    entries = {e.ours: e for e in MODELS.get(config.family).names(config, "paddle") if not e.copy_of}
+    entries = {e.ours: e for e in MODELS.get(config.family).entries(config, "paddle") if not e.copy_of}
     out: dict[str, FusedRows] = {}
     for p in projections(model):
         entry = entries[p.weight]

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from torch import nn
 
@@ -23,10 +22,9 @@ if TYPE_CHECKING:
 KEY = "lora_target_modules"
 
 
-@dataclass(frozen=True)
-class Projection:
+class Projection(NamedTuple):  # a tuple, as a model with many experts has tens of thousands
     public: str  # model.layers.0.self_attn.q_proj: the name in transformers and PEFT
-    paddle: str  # ernie.layers.0.self_attn.qkv_proj: the same for all parts Paddle keeps fused
+    paddle: str  # ernie.layers.0.self_attn.qkv_proj, the same for parts Paddle keeps fused; `public` without a layout
     module: str  # layers.0.attn.qkv
     part: str  # q_proj
     start: int  # its rows in the module's weight
@@ -72,7 +70,9 @@ def projections(model: nn.Module) -> list[Projection]:
     """
     config = config_of(model)
     spec = MODELS.get(config.family)
-    in_paddle = {e.ours: e.theirs for e in spec.names(config, "paddle") if not e.copy_of}
+    targets = frozenset(spec.lora_targets)
+    other = "paddle" if spec.paddle_prefix else "hf"
+    in_paddle = {e.ours: e.theirs for e in spec.names(config, other) if not e.copy_of}
     found = []
     for entry in spec.names(config, "hf"):
         module_name, _, leaf = entry.ours.rpartition(".")
@@ -89,7 +89,7 @@ def projections(model: nn.Module) -> list[Projection]:
         start, width = 0, weight_like(base).shape[1]
         for i, public in enumerate(publics):
             part, rows = parts[i % len(parts)]
-            if short_name_of(public) in spec.lora_targets or kind is LoRARouter:
+            if kind is LoRARouter or short_name_of(public) in targets:
                 paddle = paddles[i * len(paddles) // len(publics)]  # Paddle keeps some parts fused
                 place = (module_name, part, start, start + rows, width)
                 expert = i // len(parts) if kind is LoRAExperts else None

@@ -1,6 +1,6 @@
 """LoRASettings: rank, scale and targets after ERNIEKit's rules are applied. Plain numbers, no torch.
 
-Made by recipes/build.py from the lora section, and from an adapter's own config when one is loaded.
+Made by recipes/adapters.py from the lora section, and from an adapter's own config when one is loaded.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from erniekit.models import vision_costs
-from erniekit.weight_kinds import BF16, BITS, PLAIN, kinds_of
+from erniekit.weight_kinds import BF16, PLAIN, kinds_of
 
 if TYPE_CHECKING:
     from erniekit.models.config import DecoderConfig
@@ -233,22 +233,6 @@ def step_flops(
     return own + forward_flops(c, counts) if live_reference else own
 
 
-def recomputed_flops(c: DecoderConfig, counts: TokenCounts, layers: Iterable[int], granularity: str) -> float:
-    """What recompute adds to the FLOPs that a device does in a step, adapters apart; no part of MFU. granularity: as in
-    parallel/recompute.py. torch stops once it has all that backward reads: a last product's output is not."""
-    total = 0.0
-    for layer in layers:
-        products = layer_products(c, c.sparse(layer))
-        if granularity == "full_attn":
-            products = tuple(p for p in products if p.kind == "attention")
-        again = () if granularity in ("core_attn", "selective") else products
-        if again and again[-1].kind != "experts":  # routing weights multiply the experts' outputs: those are read
-            again = again[:-1]
-        total += FORWARD * sum(p.weights_met for p in again) * counts.tokens
-        total += ATTENTION_FORWARD * attention_work(c, counts.sum_squares, 1)
-    return total
-
-
 def mfu(flops: float, seconds: float, peak: float | None, ranks: int = 1) -> float | None:
     """Model FLOPs utilisation: the share of all devices' peak that `flops` of a whole step are; None: no known peak."""
     return flops / (seconds * ranks * peak) if peak else None
@@ -257,17 +241,23 @@ def mfu(flops: float, seconds: float, peak: float | None, ranks: int = 1) -> flo
 # --- bytes
 
 
+def _packed_bits(base: str) -> dict[str, float]:
+    """Of the roles whose weights `base` (a frozen_base) packs."""
+    from erniekit.kernels.stored import bits_of  # imports torch, which nothing else here needs
+
+    return {role: bits_of(kind) for role, kind in kinds_of(base).items() if kind != PLAIN}
+
+
 def weight_bytes(c: DecoderConfig, base: str = BF16) -> float:
     """In 16 bit, but for the roles that `base` (a frozen_base) packs."""
-    kinds = kinds_of(base)
-    return sum(count * BITS.get(kinds.get(role, ""), 8 * WEIGHT_BYTES) / 8 for role, count in weights(c).items())
+    packed = _packed_bits(base)
+    return sum(count * packed.get(role, 8 * WEIGHT_BYTES) / 8 for role, count in weights(c).items())
 
 
 def packed_bytes(c: DecoderConfig, layer: int, base: str) -> float:
     """Of one layer's weights those that `base` packs."""
-    kinds = kinds_of(base)
-    packed = (p for p in layer_products(c, c.sparse(layer)) if kinds.get(p.kind, PLAIN) != PLAIN)
-    return sum(p.weights * BITS.get(kinds[p.kind], 8 * WEIGHT_BYTES) / 8 for p in packed)
+    packed = _packed_bits(base)
+    return sum(p.weights * packed[p.kind] / 8 for p in layer_products(c, c.sparse(layer)) if p.kind in packed)
 
 
 def unpacking_bytes(c: DecoderConfig, base: str = BF16) -> int:

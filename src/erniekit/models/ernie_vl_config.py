@@ -27,6 +27,7 @@ def read_config(raw: dict[str, Any], layout: str, has_head: bool, where: str) ->
     top = Fields(raw, where)
     nested = isinstance(raw.get("text_config"), dict)
     text = {**top.object("text_config"), "tie_word_embeddings": _tied(raw)} if nested else raw
+    text = _unscaled(text)
     f = Fields(text, where)
     f.only("use_bias", False)
     f.only("moe_gate_act", "softmax")
@@ -44,6 +45,14 @@ def read_config(raw: dict[str, Any], layout: str, has_head: bool, where: str) ->
         raw=raw,
         raw_layout="nested" if nested else "flat",
     )
+
+
+def _unscaled(text: dict[str, Any]) -> dict[str, Any]:
+    """Older files call positions on three axes a scaling, `mrope`; nothing is scaled."""
+    scaling = text.get("rope_scaling")
+    if not isinstance(scaling, dict) or "mrope" not in (scaling.get("type"), scaling.get("rope_type")):
+        return text
+    return {**text, "rope_scaling": {key: "default" if value == "mrope" else value for key, value in scaling.items()}}
 
 
 def _tied(raw: dict[str, Any]) -> Any:
@@ -187,8 +196,10 @@ def _flat(c: DecoderConfig, layout: str, dtype: str) -> dict[str, Any]:
     kept = c.raw if c.raw_layout == "flat" else {}
     world = "paddle" if layout == "paddle" else "hf"
     out = ernie_dense.write_config(replace(c, raw=kept, raw_layout=world), world, dtype)
-    for key in ("rope_parameters",):  # transformers' key; a flat file is not for it
-        out.pop(key, None)
+    out.pop("rope_parameters", None)  # transformers' key; a flat file is not for it
+    if layout == "hf":  # vLLM computes positions on three axes only where this key names their sections
+        scaling = c.rope_scaling or kept.get("rope_scaling") or {"rope_type": "default"}
+        out["rope_scaling"] = {**scaling, "mrope_section": list(c.mrope)}
     vision = dict(kept.get("vision_config") or {})
     vision |= {"depth": v.depth, "hidden_size": v.width, "embed_dim": v.width, "num_heads": v.heads}
     ratio = v.mlp_width / v.width

@@ -1,6 +1,6 @@
 """Fields: the values of a config.json, each with its type and bounds checked before anything is built from it.
 
-Used by the families (models/*.py). A config.json is written by a stranger: every refusal names the key, what was found
+Used by the families (models/*.py). A config.json is untrusted: every refusal names the key, what was found
 and what is accepted. The bounds are far above any published model and far below what would exhaust a machine.
 """
 

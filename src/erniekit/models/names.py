@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -97,7 +98,12 @@ def transposed(ours: str, theirs: str | tuple[str, ...], sizes: tuple[int, ...] 
 
 def _stacked(theirs: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[Run, ...]:
     """Each of theirs whole, one below the other."""
-    return (Run(0),) if len(theirs) == 1 else tuple(Run(k, 0, size) for k, size in enumerate(sizes))
+    return (Run(0),) if len(theirs) == 1 else _whole(sizes)
+
+
+@lru_cache(maxsize=64)  # the layers of a model have the same sizes, of hundreds of experts each
+def _whole(sizes: tuple[int, ...]) -> tuple[Run, ...]:
+    return tuple(Run(k, 0, size) for k, size in enumerate(sizes))
 
 
 def grouped_qkv(ours: str, theirs: str, heads: int, kv_heads: int, head_dim: int) -> Entry:

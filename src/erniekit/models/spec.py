@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from erniekit.errors import ConfigError
 from erniekit.models import score_head
 from erniekit.models.config import DecoderConfig
 from erniekit.parallel.plan import Plan
@@ -27,7 +28,7 @@ class ModelSpec:
     plan: Plan  # how its weights shard: the table parallel/ works from
     names: Callable[[DecoderConfig, str], list[Entry]]  # our tensors <-> a layout's tensors
     lora_targets: tuple[str, ...]  # public projection names adapted by default
-    paddle_prefix: str  # first part of this family's Paddle tensor names
+    paddle_prefix: str = ""  # first part of this family's Paddle tensor names; empty: it has no such layout
     layout_of: Callable[[Collection[str]], str] | None = None  # from tensor names; None: by the prefix
     settle: Callable[[DecoderConfig, Collection[str]], DecoderConfig] | None = None  # what only the files show
     # from preprocessor_config.json of the folder, on pictures: its fields, and where (for errors)
@@ -36,8 +37,16 @@ class ModelSpec:
 
     def entries(self, config: DecoderConfig, layout: str) -> list[Entry]:
         """`names`, with the score head of a classifier or reward model in the place of the LM head."""
+        self.check_layout(layout)
         found = self.names(config, layout)
         return score_head.entries(found) if config.labels else found
+
+    def check_layout(self, layout: str) -> None:
+        """Raises for one that this family does not have."""
+        if layout == "paddle" and not self.paddle_prefix:
+            raise ConfigError(
+                f"models of family {self.name} have no Paddle layout", where="save_format", fix="save_format: hf"
+            )
 
     def config_json(self, config: DecoderConfig, layout: str, dtype: str) -> dict[str, Any]:
         """`write_config`, with a score head's classes."""

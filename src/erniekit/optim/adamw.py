@@ -178,7 +178,7 @@ class AdamW:
         count: torch.Tensor,
         after: Sequence[str] = (),
     ) -> None:
-        """One parameter from its gradient, which is let go. good: 0 leaves it as it is. count: what is added to its
+        """One parameter from its gradient, which is freed. good: 0 leaves it as it is. count: what is added to its
         number of updates even so. after: the parameters that are next."""
         grad = own_memory(self._summed[name].grad)
         self._update([name], [grad], self._rates(self.group_of[name], lr), scale, good, count, after)

@@ -1,4 +1,4 @@
-"""Which parameters share a weight decay and a learning-rate factor. Called by recipes/build.py."""
+"""Which parameters share a weight decay and a learning-rate factor. Called by recipes/optimiser.py."""
 
 from __future__ import annotations
 

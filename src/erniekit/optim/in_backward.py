@@ -1,4 +1,4 @@
-"""Updates inside the backward pass: each weight as soon as its gradient is complete, which is then let go, so that no
+"""Updates inside the backward pass: each weight as soon as its gradient is complete, which is then freed, so that no
 more than a layer's gradients are ever held. For train/step.py (`update_in_backward`) and recipes/doctor.py.
 
 The norm of all gradients is known only when all updates are made, so gradients cannot be clipped by it. What stands in
@@ -127,7 +127,7 @@ def seen_gradients(optimizer: AdamW) -> Iterator[dict[str, Looked]]:
 
 @contextmanager
 def each_gradient(optimizer: AdamW, look: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
-    """Within: every gradient is looked at once it is complete, and let go."""
+    """Within: every gradient is read once it is complete, and freed."""
 
     def ready(name: str) -> None:
         if (grad := optimizer.gradient_of(name)) is not None:

@@ -19,12 +19,6 @@ from erniekit.kernels.newton_schulz import orthogonalised
 from erniekit.optim.adamw import AdamW, own_memory
 
 MOMENTUM = "momentum"  # as checkpoints call it
-INSIDE = ("layers.", "mtp.")  # names of weights between embedding and head
-
-
-def by_muon(name: str, shape: Sequence[int]) -> bool:
-    inside = name.startswith(INSIDE) and name.endswith(".weight")
-    return inside and len(shape) == 2 and ".router." not in name and ".lora." not in name
 
 
 class Spread(Protocol):

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from erniekit.devices.base import Device
+from erniekit.model_contract import seeing, spread, wrap
 from erniekit.parallel import comm
 from erniekit.parallel.boundary import boundary_of
 from erniekit.parallel.compiled import compile_layers
@@ -25,13 +26,13 @@ from erniekit.parallel.fsdp import apply_fsdp
 from erniekit.parallel.gradients import GradientSync, local
 from erniekit.parallel.host_layers import HostLayers
 from erniekit.parallel.memory import give_memory
-from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.mesh import World
 from erniekit.parallel.packed_shards import PackedShards, is_packed_bytes, weight_of
 from erniekit.parallel.pipeline import Pipeline
-from erniekit.parallel.plan import Plan
 from erniekit.parallel.recompute import HostInputs, apply_recompute
 from erniekit.parallel.recorded_tower import RecordedTower
-from erniekit.parallel.sharding import Heads, Sharding
+from erniekit.parallel.sharding import Sharding
+from erniekit.parallel.sharding_table import plain
 from erniekit.parallel.stages import cut
 from erniekit.parallel.tensor import PlacesInSlice, apply_tensor_parallel
 
@@ -51,31 +52,6 @@ class SpreadOptions:
     in_host_memory: tuple[int, ...] = ()  # layers whose packed weights stay there; all of them are recomputed
 
 
-def plain(name: str) -> str:
-    """A weight's name without the adapter around it: what weight tables and shardings call it."""
-    return name.replace(".base.", ".")
-
-
-def sharding_of(model: nn.Module, plan: Plan, layout: Layout) -> Sharding:
-    """From the whole model on the meta device, adapters in it: every tensor's shape, and what fused rows are called."""
-    config: Any = model.config
-    part_rows = {}
-    for name, module in model.named_modules():
-        if isinstance(getattr(module, "parts", None), tuple):
-            part_rows[name] = module.parts
-    sharding = Sharding(
-        {plain(name): tuple(param.shape) for name, param in model.named_parameters()},
-        plan,
-        Heads(config.num_heads, config.num_kv_heads, config.head_dim),
-        layout,
-        config.num_layers,
-        config.tie_word_embeddings and not config.labels,  # a score head is never the embedding
-        part_rows,
-    )
-    sharding.mtp_trained = bool(model.mtp_weight)
-    return sharding
-
-
 def parallelise(
     model: nn.Module,
     sharding: Sharding,
@@ -88,15 +64,15 @@ def parallelise(
     options: SpreadOptions,
 ) -> Engine:
     """`fill(plain name, local tensor)` writes a weight's values once it has memory, one tensor at a time."""
-    for layer in model.blocks():  # type: ignore[operator]
+    for layer in spread(model).blocks():
         layer.attn.inner.backend = options.attention
     if world.layout.cp > 1:
         group = world.group("cp")
         assert group is not None
-        for layer in model.blocks():  # type: ignore[operator]
+        for layer in spread(model).blocks():
             layer.attn.inner.all_keys = KeysOfAll(group)
-        if hasattr(model, "places"):
-            model.places = PlacesInSlice()
+        if (with_pictures := seeing(model)) is not None:
+            with_pictures.places = PlacesInSlice()
     apply_tensor_parallel(model, sharding, world)
     apply_expert_parallel(model, sharding, world, options.dispatch)
     parts = cut(model, sharding, world)
@@ -122,10 +98,7 @@ def parallelise(
         if whole:
             apply_recompute(part, "full", options.no_recompute_layers, inputs)
         if options.graphed:
-            part.run_layers = GraphedLayers(part, device, options.graphed)  # type: ignore[assignment]
-            model_part: Any = part
-            if model_part.config.vision is not None:
-                model_part.run_tower = RecordedTower(model_part.tower, device)
+            _record(part, device, options.graphed)
     modules = [part for _, part in parts]
     averaged_over = apply_fsdp(modules, world, compute, options.offload)
     # torch requires shards that live on the host to be created there.
@@ -143,6 +116,13 @@ def parallelise(
     pipeline = _pipeline(parts, world, device, loss, options)
     sync = GradientSync([plain(n) for n in names], sharding, world) if world.size > 1 else None
     return Engine(parts, world, device, loss, sync, averaged_over, pipeline, compute, one_document)
+
+
+def _record(part: nn.Module, device: Device, batches: Graphed) -> None:
+    graphs = GraphedLayers(spread(part), device, batches)
+    wrap(part, lambda _: graphs, "run_layers")
+    if (with_pictures := seeing(part)) is not None:
+        with_pictures.run_tower = RecordedTower(with_pictures.tower, device)
 
 
 def _pipeline(

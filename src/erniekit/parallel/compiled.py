@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from erniekit.model_contract import spread, wrap
+
 SHAPES = 64  # programs of one layer's code at most: rows of evaluation, packs of very many documents
 
 
@@ -27,12 +29,12 @@ def compile_layers(part: nn.Module, packs_on_host: bool = False, shards_inside: 
     import torch._dynamo.config  # seconds: only where something is compiled
 
     torch._dynamo.config.recompile_limit = max(SHAPES, torch._dynamo.config.recompile_limit)  # a limit met ends the run
-    for _, layer in part.held_layers():  # type: ignore[operator]
+    for _, layer in spread(part).held_layers():
         waiting: list[Any] = [m for m in layer.modules() if getattr(m, "waits_for_host", False)]
         for module in waiting:
-            module.forward = torch._dynamo.disable(module.forward)
+            wrap(module, torch._dynamo.disable)
         whole = not waiting and not packs_on_host and not (shards_inside and layer.sparse)
-        layer.forward = torch.compile(layer.forward, fullgraph=whole, dynamic=False, backend=BACKEND)
+        wrap(layer, torch.compile(fullgraph=whole, dynamic=False, backend=BACKEND))
     compile_row_functions(part)
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from erniekit.devices.base import Device
 from erniekit.kernels.packed_attention import Packs
 from erniekit.log import emit
+from erniekit.model_contract import SpreadModel
 from erniekit.parallel.compiled import is_eager
 
 KINDS = 2  # of batches of one length that are recorded: rows of one document and packs
@@ -45,7 +46,7 @@ class GraphedLayers:
     All recordings share their memory, so that several lengths take little more than the longest. That is right as long
     as each forward pass is followed by its own backward pass: the next replay may write over what it kept."""
 
-    def __init__(self, model: Any, device: Device, batches: Graphed) -> None:
+    def __init__(self, model: SpreadModel, device: Device, batches: Graphed) -> None:
         """A replay writes gradients where the one before wrote them, so that each of several micro-batches' is copied
         first."""
         self.model, self.device, self.plain = model, device, model.run_layers

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from erniekit.kernels.moe_permute import Order, by_expert, combine, count, gather, weights_of_rows
-from erniekit.model_contract import bare, pairs_of
+from erniekit.model_contract import bare, pairs_of, spread
 from erniekit.parallel import comm
 from erniekit.parallel.collectives import copy_to, gather_from, scatter_sum, sum_from
 from erniekit.parallel.mesh import World
@@ -38,7 +38,7 @@ def apply_expert_parallel(model: nn.Module, sharding: Sharding, world: World, di
         return
     group = world.expert_group()
     names = {module: name for name, module in model.named_modules()}
-    for layer in model.blocks():  # type: ignore[operator]
+    for layer in spread(model).blocks():
         for bank in layer.mlp.banks() if layer.sparse else ():
             total = _shrink_experts(bank.experts, names[bank.experts], sharding, world)
             bank.exchange = _exchange(bank.exchange, total, world, group, dispatch)

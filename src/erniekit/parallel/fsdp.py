@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from erniekit.model_contract import seeing, spread
 from erniekit.parallel.mesh import World
 from erniekit.parallel.packed_bytes import NAME as PACKED_BYTES
 
@@ -47,20 +48,21 @@ def apply_fsdp(parts: list[nn.Module], world: World, compute: torch.dtype, offlo
     dealt: dict[str, Any] = {**options, "mesh": world.copies_mesh()} if layout.experts_over_data else {}
     in_fp32: dict[str, Any] = {**options, "mp_policy": MixedPrecisionPolicy()}
     for part in parts:
-        part.always_looks = True  # type: ignore[assignment]  # at nothing, where there is no picture
-        for block in part.front():  # type: ignore[operator]
+        if (with_pictures := seeing(part)) is not None:
+            with_pictures.always_looks = True  # at nothing, where there is no picture
+        for block in spread(part).front():
             fully_shard(block, reshard_after_forward=again, **options)
-        for _, layer in part.held_layers():  # type: ignore[operator]
+        for _, layer in spread(part).held_layers():
             if layer.sparse:
                 for bank in layer.mlp.banks():
                     # fp32, and kept gathered: it is small, and router losses read its weight as well.
                     fully_shard(bank.router, reshard_after_forward=False, **in_fp32)
                     if dealt:
                         fully_shard(bank.experts, reshard_after_forward=again, **dealt)
-                if getattr(layer.mlp, "correction", None) is not None:
+                if layer.mlp.correction is not None:
                     fully_shard(layer.mlp.correction, reshard_after_forward=False, **in_fp32)
             fully_shard(layer, reshard_after_forward=again, **options)
-        for ahead in part.mtp:  # type: ignore[union-attr]  # in groups of their own: gathered where they are trained
+        for ahead in spread(part).mtp:  # in groups of their own: gathered where they are trained
             fully_shard(ahead, reshard_after_forward=again, **options)
         fully_shard(part, reshard_after_forward=False, **options)
     return layout.dp * layout.fsdp * layout.cp

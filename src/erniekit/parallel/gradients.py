@@ -1,6 +1,6 @@
 """After backward, before the update: every rank's gradients become those of the whole batch, and their one norm.
 
-Called by train/step.py through engine.py. What fsdp has reduced already is not touched.
+Called by engine.py. What fsdp has reduced already is not touched.
 """
 
 from __future__ import annotations

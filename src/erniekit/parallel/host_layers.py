@@ -8,12 +8,14 @@ any more once another layer's turn has come.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from erniekit.devices.base import Device
+from erniekit.model_contract import spread, wrap
 from erniekit.parallel.packed_bytes import PackedTensor, after, seen_in
 
 BLOCK = 1 << 26  # bytes of host memory at a time: torch pins powers of two, whatever the request
@@ -25,7 +27,7 @@ class HostLayers:
 
     def __init__(self, part: nn.Module, numbers: Collection[int], device: Device) -> None:
         self.device = device
-        self.layers: dict[int, Any] = {n: layer for n, layer in part.held_layers() if n in numbers}  # type: ignore[operator]
+        self.layers: dict[int, Any] = {n: layer for n, layer in spread(part).held_layers() if n in numbers}
         self.order = sorted(self.layers)
         self.tensors: dict[int, list[PackedTensor]] = {}
         self.blocks: dict[int, list[torch.Tensor]] = {}  # a layer's bytes in host memory
@@ -35,7 +37,7 @@ class HostLayers:
         self._last: int | None = None
         self._stream: Any = device.stream() if device.asynchronous and self.layers else None
         for number, layer in self.layers.items():
-            layer.forward = self._brought(number, layer.forward)
+            wrap(layer, partial(self._brought, number))
 
     @property
     def host_bytes(self) -> int:
@@ -77,7 +79,7 @@ class HostLayers:
                 tensor.show(seen_in(self._buffers[buffer], tensor))
             try:
                 return forward(*args)
-            finally:  # whoever reads them at another time would read another layer's
+            finally:  # at another time the buffer has another layer's weights
                 for tensor in self.tensors[number]:
                     tensor.show(tensor.like)
 

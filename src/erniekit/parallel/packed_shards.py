@@ -8,6 +8,7 @@ nothing is computed from a piece. Experts that are dealt to other ranks have suc
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 from erniekit.kernels.stored import kind_named
 from erniekit.kernels.stored.base import SLOTS
+from erniekit.model_contract import spread, wrap
 from erniekit.parallel.gradients import local
 from erniekit.parallel.packed_bytes import NAME, PackedTensor, after, seen_in
 from erniekit.parallel.sharding import Sharding
@@ -52,8 +54,8 @@ class PackedShards:
             unit = _Unit(owner, holders, compute, device)
             self._unit_of |= dict.fromkeys(holders, unit)
             # Experts are gathered inside their layer: the compiler leaves them, as it leaves the gathering.
-            inside = compiled and owner not in [layer for _, layer in part.held_layers()]  # type: ignore[operator]
-            owner.forward = torch._dynamo.disable(unit.run) if inside else unit.run  # type: ignore[method-assign]
+            inside = compiled and owner not in [layer for _, layer in spread(part).held_layers()]
+            wrap(owner, partial(unit.around, inside=inside))
 
     @torch.no_grad()
     def take(self, holder: nn.Module, weight: str) -> None:
@@ -68,7 +70,7 @@ def _owners(
 ) -> Iterator[tuple[nn.Module, dict[nn.Module, str]]]:
     """Modules that fully_shard gathers as one, and the holders of packed weights in them."""
     names = {module: name for name, module in part.named_modules()}
-    for number, layer in part.held_layers():  # type: ignore[operator]
+    for number, layer in spread(part).held_layers():
         if number in apart:
             continue
         dealt = [bank.experts for bank in layer.mlp.banks()] if layer.sparse else []
@@ -93,7 +95,6 @@ class _Unit:
         self, owner: nn.Module, holders: Collection[nn.Module], compute: torch.dtype, device: torch.device
     ) -> None:
         self.owner: Any = owner
-        self.forward: Callable[..., Any] = owner.forward
         self.tensors: list[PackedTensor] = []
         self._shown: torch.Tensor | None = None
         size = 0
@@ -104,6 +105,11 @@ class _Unit:
         self.count = -(-size // WORDS.itemsize)
         data = torch.empty(self.count, dtype=WORDS, device="meta")
         owner.register_parameter(NAME, nn.Parameter(data, requires_grad=False))
+
+    def around(self, forward: Callable[..., Any], inside: bool) -> Callable[..., Any]:
+        """forward: the module's own. inside: within a layer that is compiled."""
+        self.own_forward = forward
+        return torch._dynamo.disable(self.run) if inside else self.run
 
     def keep(self, holder: nn.Module, piece: tuple[int, int]) -> None:
         """Of the holder's tensors the bytes in `piece`, which counts in words of the parameter."""
@@ -130,7 +136,7 @@ class _Unit:
             for tensor in self.tensors:
                 tensor.show(seen_in(whole, tensor))
             self._shown = gathered
-        return self.forward(*args)
+        return self.own_forward(*args)
 
 
 def _packed_like(holder: Any, compute: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:

@@ -29,7 +29,7 @@ def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
 
 
 class DealtPictures(nn.Module):
-    """Stands where models.layers.seeing.LocalLook stands.
+    """In the slot of models.layers.seeing.LocalLook.
 
     sliced: a rank's gradients of the features are those of its own slice of the rows, to be summed; else each rank has
     all of them. Either way it passes on those of its own pictures: the tower's gradients are summed over the ranks.

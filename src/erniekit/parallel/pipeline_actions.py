@@ -15,6 +15,7 @@ SEND_GRADIENT, RECEIVE_GRADIENT = "send gradient", "receive gradient"
 COMPUTED = (FORWARD, BACKWARD, INPUT, WEIGHT)
 SENDS = {SEND_ACTIVATION: (RECEIVE_ACTIVATION, 1), SEND_GRADIENT: (RECEIVE_GRADIENT, -1)}  # kind there, stages on
 RECEIVES = {RECEIVE_ACTIVATION: (SEND_ACTIVATION, -1), RECEIVE_GRADIENT: (SEND_GRADIENT, 1)}
+TRANSFERS = SENDS | RECEIVES
 
 
 class Action(NamedTuple):
@@ -25,7 +26,7 @@ class Action(NamedTuple):
     @property
     def peer(self) -> Action:
         """A transfer as the other end has it."""
-        kind, on = (SENDS | RECEIVES)[self.kind]
+        kind, on = TRANSFERS[self.kind]
         return Action(kind, self.stage + on, self.micro_batch)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from erniekit.parallel.pipeline_actions import (
     BACKWARD,
@@ -31,8 +32,7 @@ class ScheduleStops(ValueError):
     """Ranks wait for each other for ever, or an action needs what is never there."""
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     action: Action
     start: float
     end: float
@@ -86,7 +86,7 @@ def simulate(
     ScheduleStops where it does not end."""
     count = 1 + max(action.stage for order in orders for action in order)
     gaps = [transfer] * count if isinstance(transfer, int | float) else list(transfer)
-    run = _Run(orders, seconds, gaps, blocking, count)
+    run = _Simulation(orders, seconds, gaps, blocking, count)
     while any(run.left(rank) for rank in range(len(orders))):
         # A list, as any() of a generator would stop at the first rank that advances: all do, in every round.
         if not any([run.advance(rank) for rank in range(len(orders))]):
@@ -99,7 +99,7 @@ def _action_text(action: Action) -> str:
     return f"{action.kind} of stage {action.stage}, micro-batch {action.micro_batch}"
 
 
-class _Run:
+class _Simulation:
     def __init__(
         self, orders: Sequence[Order], seconds: Seconds, gaps: Sequence[float], blocking: bool, count: int
     ) -> None:
@@ -113,9 +113,9 @@ class _Run:
 
     def advance(self, rank: int) -> bool:
         """As far as this rank gets by itself; whether it got anywhere."""
-        before = self.at[rank]
-        while self.left(rank):
-            action = self.orders[rank][self.at[rank]]
+        before, order = self.at[rank], self.orders[rank]
+        while self.at[rank] < len(order):
+            action = order[self.at[rank]]
             if action.kind not in COMPUTED:
                 if self.blocking and not self._meet(rank, action):
                     break
@@ -151,23 +151,27 @@ class _Run:
     def _produced(self, sent: Action) -> float | None:
         """When what is sent was computed."""
         if sent.kind != SEND_GRADIENT:
-            return self.done.get(sent._replace(kind=FORWARD))
+            return self.done.get(Action(FORWARD, sent.stage, sent.micro_batch))
         return self._first_of(sent, BACKWARD, INPUT)
 
     def _first_of(self, action: Action, *kinds: str) -> float | None:
-        return next((self.done[a] for kind in kinds if (a := action._replace(kind=kind)) in self.done), None)
+        for kind in kinds:
+            found = self.done.get(Action(kind, action.stage, action.micro_batch))
+            if found is not None:
+                return found
+        return None
 
     def _ready(self, action: Action, rank: int) -> float | None:
         """When all that a computation needs is there; None: not yet."""
-        kind, stage, _ = action
+        kind, stage, m = action
         if kind == WEIGHT:
-            return self.done.get(action._replace(kind=INPUT))
+            return self.done.get(Action(INPUT, stage, m))
         if kind == FORWARD:
-            return 0.0 if stage == 0 else self._arrived(action._replace(kind=RECEIVE_ACTIVATION), rank)
-        own = self.done.get(action._replace(kind=FORWARD))
+            return 0.0 if stage == 0 else self._arrived(Action(RECEIVE_ACTIVATION, stage, m), rank)
+        own = self.done.get(Action(FORWARD, stage, m))
         if own is None or stage == self.count - 1:
             return own
-        return self._arrived(action._replace(kind=RECEIVE_GRADIENT), rank)
+        return self._arrived(Action(RECEIVE_GRADIENT, stage, m), rank)
 
     def _arrived(self, received: Action, rank: int) -> float | None:
         sent = received.peer

@@ -15,6 +15,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from erniekit.model_contract import spread, wrap
+
 IN_FLIGHT = 2  # inputs on their way to the host: one layer computes while the one before it is copied
 
 
@@ -26,8 +28,8 @@ def apply_recompute(
     them on the device."""
     wrapped = 0
     if granularity == "full":
-        recompute_blocks(model.front())  # type: ignore[operator]
-    for i, layer in model.held_layers():  # type: ignore[operator]
+        recompute_blocks(spread(model).front())
+    for i, layer in spread(model).held_layers():
         if i in skip_layers:
             continue
         owner, method = {
@@ -36,7 +38,7 @@ def apply_recompute(
             "core_attn": (layer.attn.inner, "forward"),
             "selective": (layer.attn.inner, "forward"),
         }[granularity]
-        setattr(owner, method, _again(getattr(owner, method), inputs))
+        wrap(owner, lambda plain: _again(plain, inputs), method)
         if owner is layer.attn.inner:
             owner.with_positions = False
         wrapped += 1
@@ -46,7 +48,7 @@ def apply_recompute(
 def recompute_blocks(blocks: Iterable[nn.Module]) -> None:
     """Each of these by itself: the experts of a layer (use_recompute_moe), layers that predict further tokens."""
     for block in blocks:
-        block.forward = _again(block.forward, None)  # type: ignore[method-assign]
+        wrap(block, lambda plain: _again(plain, None))
 
 
 def _again(function: Callable[..., Any], inputs: HostInputs | None) -> Callable[..., Any]:
@@ -63,7 +65,7 @@ def _again(function: Callable[..., Any], inputs: HostInputs | None) -> Callable[
 
 class HostInputs:
     """Tensors kept in pinned host memory from forward to backward. The copies run parallel to the computation; a tensor
-    is let go once its copy has ended, so that no more than IN_FLIGHT of them take device memory. Those of the CPU stay.
+    is freed once its copy has ended, so that no more than IN_FLIGHT of them take device memory. Those of the CPU stay.
     """
 
     def __init__(self) -> None:

@@ -279,9 +279,13 @@ class Sharding:
         return self.layout.coords(rank)["pp"] in self.pp_ranks_of(name)
 
     def local_shape(self, name: str, rank: int) -> Shape:
+        return self.rank_shapes(name, rank)[1]
+
+    def rank_shapes(self, name: str, rank: int) -> tuple[Shape, Shape]:
+        """What a rank has of a tensor (before fsdp, after it)."""
         shape = self._cut_of(name, rank).shape_of(self.shapes[name])
         start, stop = self._rows(name, rank, shape[0])
-        return (stop - start, *shape[1:])
+        return shape, (stop - start, *shape[1:])
 
     def boxes(self, name: str, rank: int) -> tuple[Box, ...]:
         if not self.holds(name, rank):

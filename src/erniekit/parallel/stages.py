@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from erniekit.model_contract import spread
 from erniekit.parallel.mesh import World
 from erniekit.parallel.sharding import FRONT, Sharding
 
@@ -31,16 +32,14 @@ def cut(model: nn.Module, sharding: Sharding, world: World) -> list[tuple[int, n
         part = copy.copy(model)  # modules are shared, the table of them is not
         part._modules = dict(model._modules)
         held = stages[number]
-        part.layers = nn.ModuleList(
-            layer if i in held else Skip()
-            for i, layer in enumerate(model.layers)  # type: ignore[arg-type]
-        )
-        part.first, part.last = number == 0, number == len(stages) - 1  # type: ignore[assignment]
-        if not part.first and not (part.last and sharding.embeds_last):
+        part.layers = nn.ModuleList(layer if i in held else Skip() for i, layer in enumerate(spread(model).layers))
+        first, last = number == 0, number == len(stages) - 1
+        spread(part).first, spread(part).last = first, last
+        if not first and not (last and sharding.embeds_last):
             part._modules.pop("embed")
-        for name in FRONT if not part.first else ():
+        for name in FRONT if not first else ():
             part._modules.pop(name.removesuffix("."), None)
-        if not part.last:
+        if not last:
             for name in ("norm", "head"):
                 part._modules.pop(name, None)
             part.mtp = nn.ModuleList()

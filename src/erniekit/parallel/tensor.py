@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from erniekit.model_contract import bare, pairs_of
+from erniekit.model_contract import bare, pairs_of, seeing, spread
 from erniekit.parallel.collectives import copy_to, gather_from, scatter_sum, sum_from
 from erniekit.parallel.mesh import World
 from erniekit.parallel.pictures import DealtPictures
@@ -52,21 +52,21 @@ def apply_tensor_parallel(model: nn.Module, sharding: Sharding, world: World) ->
         _shrink(module, base, name, sharding, tp)
         if rule.kind == "vocab":
             if isinstance(base, nn.Embedding):
-                model.embedding = VocabEmbedding(sharding, name, tp, group, sp)
+                spread(model).embedding = VocabEmbedding(sharding, name, tp, group, sp)
         elif rule.splits_output:
             module.register_forward_pre_hook(_entering(group, sp))
         else:
             assert isinstance(base, nn.Linear)
             _leave_summed(module, base, group, sp)
-    if hasattr(model, "look"):
-        model.look = DealtPictures(group, tp, sliced=sp)
+    if (with_pictures := seeing(model)) is not None:
+        with_pictures.look = DealtPictures(group, tp, sliced=sp)
     if sp:
         _work_on_slices(model, tp, world.layout.tp)
     _share_heads(model, sharding, tp)
     sizes = [
         sharding.tp_shape("embed.weight" if sharding.tied else "head.weight", t)[0] for t in range(world.layout.tp)
     ]
-    model.output = VocabHead(group, sizes, tp, sp)
+    spread(model).output = VocabHead(group, sizes, tp, sp)
 
 
 def local_like(param: nn.Parameter, shape: tuple[int, ...]) -> nn.Parameter:
@@ -132,16 +132,16 @@ def _leave_summed(module: nn.Module, base: nn.Linear, group: ProcessGroup, sp: b
 
 def _work_on_slices(model: nn.Module, tp: int, ranks: int) -> None:
     """Modules that find their tokens by the places in a row get which slice of it is here."""
-    for layer in model.blocks():  # type: ignore[operator]
-        if hasattr(layer.mlp, "piece"):
+    for layer in spread(model).blocks():
+        if layer.sparse:
             layer.mlp.piece = (tp, ranks)
-    if hasattr(model, "places"):
-        model.places = PlacesInSlice(tp, ranks)
-    model.row_slice = (tp, ranks)  # type: ignore[assignment]
+    if (with_pictures := seeing(model)) is not None:
+        with_pictures.places = PlacesInSlice(tp, ranks)
+    spread(model).row_slice = (tp, ranks)
 
 
 class PlacesInSlice(nn.Module):
-    """Stands where models.layers.seeing.LocalPlaces stands: this rank has a slice of every row. A place behind all
+    """In the slot of models.layers.seeing.LocalPlaces: this rank has a slice of every row. A place behind all
     tokens is none."""
 
     def __init__(self, rank: int = 0, ranks: int = 1) -> None:
@@ -162,5 +162,5 @@ def _share_heads(model: nn.Module, sharding: Sharding, tp: int) -> None:
     mine = sharding.head_share(tp)
     if mine.uniform:
         return
-    for layer in model.blocks():  # type: ignore[operator]
+    for layer in spread(model).blocks():
         layer.attn.inner = RepeatedKV(layer.attn.inner, mine.kv_of)

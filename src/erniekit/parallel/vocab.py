@@ -19,7 +19,7 @@ from erniekit.parallel.sharding import Sharding
 
 
 class VocabEmbedding(nn.Module):
-    """Stands where models.layers.decoder.LocalEmbedding stands: each rank looks up the ids it has rows of."""
+    """In the slot of models.layers.decoder.LocalEmbedding: each rank looks up the ids it has rows of."""
 
     def __init__(self, sharding: Sharding, name: str, rank: int, group: ProcessGroup, sequence_parallel: bool) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class VocabEmbedding(nn.Module):
 
 
 class VocabHead(nn.Module):
-    """Stands where models.layers.head.LocalHead stands: logits are joined, the loss never needs them joined."""
+    """In the slot of models.layers.head.LocalHead: logits are joined, the loss never needs them joined."""
 
     def __init__(self, group: ProcessGroup, sizes: list[int], rank: int, sequence_parallel: bool) -> None:
         super().__init__()

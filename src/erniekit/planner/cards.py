@@ -89,10 +89,6 @@ class CardRates:
                 return low + (high - low) * log(length / a) / log(b / a)
         return points[-1][1]
 
-    @property
-    def all_measured(self) -> bool:
-        return bool(self.source) and all(source == "measured" for source in self.source.values())
-
 
 # Of the H200 at the clocks it holds (docs/performance.md, "Where a step's time went").
 MEASURED = CardRates(

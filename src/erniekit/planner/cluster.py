@@ -1,6 +1,6 @@
 """A cluster from a text or a file: `8x80G`, `2x8xH200-141G`, `16xBI150-32G`, or a YAML of unlike islands. No torch.
 
-Called by recipes/planning.py. An island is a number of like machines whose devices share one collective library.
+Called by recipes/plan_command.py. An island is a number of like machines whose devices share one collective library.
 """
 
 from __future__ import annotations

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from functools import cached_property
 from math import ceil
 from typing import Any
 
 from erniekit.parallel.mesh import Layout
 from erniekit.parallel.pipeline_actions import most_in_flight
-from erniekit.parallel.plan import share as even_share
-from erniekit.planner import timing
 from erniekit.planner.activations import Cuts, Kernels
-from erniekit.planner.cards import Card, CardRates
 from erniekit.planner.job import Job, keys_of
 from erniekit.planner.memory import (
     FLAT,
     GIB,
     ROUNDING,
-    USABLE,
     Bytes,
     Counted,
     Held,
@@ -31,22 +27,10 @@ from erniekit.planner.memory import (
     recomputing,
     rounded,
 )
-from erniekit.planner.schedule import StageTimes, step_seconds
+from erniekit.planner.schedule import StageTimes
+from erniekit.planner.site import Site as Site
 from erniekit.planner.static_bytes import Share
-
-
-@dataclass(frozen=True)
-class Site:
-    """The like devices that a layout is spread over."""
-
-    card: Card
-    rates: CardRates
-    devices: int  # of a machine
-    limit: float = 0.0  # bytes a rank may take; 0: what is usable of the card
-
-    @property
-    def room(self) -> float:
-        return self.limit or USABLE * self.card.memory
+from erniekit.planner.step_time import NOT_TIMED, layers_cut, pipeline_stages, timed
 
 
 @dataclass(frozen=True)
@@ -67,16 +51,9 @@ class Candidate:
     keys: dict[str, Any] = field(default_factory=dict)
     times: StageTimes | None = None  # of its pipeline
 
-    @property
+    @cached_property  # a search reads it several times of every layout
     def most(self) -> Bytes:
         return max(self.stages, key=lambda stage: stage.total)
-
-
-def stages_of(count: int, layout: Layout) -> list[range]:
-    number = layout.pp * layout.virtual_stages
-    bounds = [0, *layout.stage_cuts, count] if layout.stage_cuts else None
-    bounds = bounds or [even_share(count, number, s)[0] for s in range(number)] + [count]
-    return [range(a, b) for a, b in pairwise(bounds)]
 
 
 def evaluate(job: Job, layout: Layout, place: Site, exact: bool = False) -> Candidate:
@@ -94,35 +71,37 @@ def evaluate(job: Job, layout: Layout, place: Site, exact: bool = False) -> Cand
         return Candidate(layout, micro_batches, what, "length")
     if job.schedule == "zero_bubble" and layout.pp > 1 and layout.fsdp > 1:
         return Candidate(layout, micro_batches, "pp_schedule: zero_bubble and sharded weights", "schedule")
-    stages = _stages(job, layout)
-    tokens = job.rows * job.length // layout.cp
+    stages = pipeline_stages(job, layout)
+    works = _works(job, layout, micro_batches, place.card.triton)
+    helds = _helds(job, layout, micro_batches)
+    how = "full" if job.recompute in ("", "auto", "full") else job.recompute
     per_rank, again, worst, away = [], [], 0.0, 0.0
-    looked = range(layout.pp) if exact else sorted({0, 1, layout.pp - 1} & set(range(layout.pp)))
-    for rank in looked:  # the first holds most micro-batches, the last the head
-        numbers = [n for s in range(rank, len(stages), layout.pp) for n in stages[s]]
-        held = _held(job, layout, numbers, rank, micro_batches)
-        works = _works(job, layout, numbers, rank, micro_batches, tokens, place.card.triton)
-        count = _recomputed(job, held, works, place.room)
-        work = works(count, "full" if job.recompute in ("", "auto", "full") else job.recompute)
+    for rank in range(layout.pp) if exact else stages.fullest:
+        held = helds(rank)
+        count = _recomputed(job, held, len(stages.numbers[rank]), works, rank, place.room)
+        work = works(rank, count, how)
         per_rank.append(rounded(bytes_of(job.model, held, work)))
-        again += numbers[:count]
+        again += stages.numbers[rank][:count]
         if exact:
             skewed = replace(work.work, cuts=replace(work.work.cuts, rows=_worst_rows(job, layout)))
             worst = max(worst, ROUNDING * peak(job.model, held, skewed))
         away = max(away, held.away)
-    made = Candidate(layout, micro_batches, stages=tuple(per_rank), worst=worst, again=tuple(again), away=away)
-    if exact:
-        made = replace(made, keys=written_keys(job, made))
-    if (most := made.most.total) > place.room:
-        what = f"{most / GIB:.0f} GiB a rank of {place.room / GIB:.0f}: {largest(made.most)}"
-        return replace(made, problem=what, family="memory")
-    return timed(job, made, place, stages, exact)
+    most, times, problem = max(per_rank, key=lambda one: one.total), NOT_TIMED, ""
+    if most.total > place.room:
+        problem = f"{most.total / GIB:.0f} GiB a rank of {place.room / GIB:.0f}: {largest(most)}"
+    else:
+        times = timed(job, layout, micro_batches, tuple(again), place, exact)
+    made = Candidate(
+        layout, micro_batches, problem, "memory" if problem else "", tuple(per_rank), worst, tuple(again), *times[:4],
+        exact=times.exact, away=away, times=times.piped,
+    )  # fmt: skip
+    return replace(made, keys=written_keys(job, made)) if exact else made
 
 
 def largest(found: Bytes) -> str:
     """What takes the most, as text."""
-    named = sorted(((v, k) for k, v in found.shown().items() if k != "total"), reverse=True)[:2]
-    return ", ".join(f"{name} {gib:.0f}" for gib, name in named)
+    named = sorted(zip(found, found._fields), reverse=True)[:2]
+    return ", ".join(f"{name} {size / GIB:.0f}" for size, name in named)
 
 
 def written_keys(job: Job, made: Candidate) -> dict[str, Any]:
@@ -139,66 +118,56 @@ def written_keys(job: Job, made: Candidate) -> dict[str, Any]:
     return keys
 
 
-def _stages(job: Job, layout: Layout) -> list[range]:
-    key = ("stages", layout.pp, layout.virtual_stages, layout.stage_cuts)
-    if key not in job.known:
-        job.known[key] = stages_of(job.model.num_layers, layout)
-    found: list[range] = job.known[key]
-    return found
+def _helds(job: Job, layout: Layout, micro_batches: int) -> Callable[[int], Held]:
+    """rank -> what it holds: computed once for all layouts that cut tensors alike and have as many layers of each kind
+    there."""
+    stages, last = pipeline_stages(job, layout), layout.pp - 1
+    like = ("held", job.blocks.cut(layout, micro_batches), layout.sharding_stage, last > 0, micro_batches > 1)
+    known = job.known.setdefault((*like, layout.size > 1), {})
+
+    def held(rank: int) -> Held:
+        numbers = stages.numbers[rank]
+        key = (rank == 0, rank == last, len(numbers), stages.sparse[rank])
+        if key not in known:
+            known[key] = held_of(job, layout, numbers, rank == 0, rank == last, micro_batches)[0]
+        found: Held = known[key]
+        return found
+
+    return held
 
 
-def _held(job: Job, layout: Layout, numbers: list[int], rank: int, micro_batches: int) -> Held:
-    """Computed once for all layouts that cut tensors alike and have as many layers of each kind here."""
-    sparse = sum(job.blocks.sparse[n] for n in numbers)
-    key = (
-        "held", *job.blocks.cut(layout, micro_batches), layout.sharding_stage, layout.pp > 1, rank == 0,
-        rank == layout.pp - 1, len(numbers), sparse,
-    )  # fmt: skip
-    if key not in job.known:
-        job.known[key] = held_of(job, layout, numbers, rank == 0, rank == layout.pp - 1, micro_batches)[0]
-    found: Held = job.known[key]
-    return found
+def _works(job: Job, layout: Layout, micro_batches: int, fused: bool) -> Callable[[int, int, str], Counted]:
+    """(rank, layers computed again, how) -> what it computes: once for all layouts that cut layers alike."""
+    stages, tokens = pipeline_stages(job, layout), job.rows * job.length // layout.cp
+    like = ("work", *layers_cut(layout), micro_batches if layout.pp > 1 else 1, fused)
+    known = job.known.setdefault(like, {})
 
-
-def _works(
-    job: Job, layout: Layout, numbers: list[int], rank: int, micro_batches: int, tokens: int, fused: bool
-) -> Callable[[int, str], Counted]:
-    """(layers computed again, how) -> what a rank computes: once for all layouts that cut layers alike."""
-    like = ("work", *_cut_layers(layout), rank, micro_batches if layout.pp > 1 else 1, fused)
-
-    def works(count: int, how: str) -> Counted:
-        key = (*like, count, how)
-        if key not in job.known:
-            work = work_of(job, layout, numbers, rank, micro_batches, tokens, fused)
-            job.known[key] = counted(job.model, recomputing(work, count, how))
-        found: Counted = job.known[key]
+    def works(rank: int, count: int, how: str) -> Counted:
+        key = (rank, count, how)
+        if key not in known:
+            work = work_of(job, layout, stages.numbers[rank], rank, micro_batches, tokens, fused)
+            known[key] = counted(job.model, recomputing(work, count, how))
+        found: Counted = known[key]
         return found
 
     return works
 
 
-def _cut_layers(layout: Layout) -> tuple[object, ...]:
-    """Equal for layouts whose ranks compute alike in a micro-batch."""
-    return (
-        layout.pp, layout.virtual_stages, layout.stage_cuts, layout.tp, layout.cp, layout.sequence_parallel,
-        layout.experts_over,
-    )  # fmt: skip
-
-
-def _recomputed(job: Job, held: Held, works: Callable[[int, str], Counted], room: float) -> int:
-    """Layers of a rank that are computed again: as the recipe sets, or as few as fit."""
-    count = len(works(0, "full").work.layers)
+def _recomputed(
+    job: Job, held: Held, layers: int, works: Callable[[int, int, str], Counted], rank: int, room: float
+) -> int:
+    """Of a rank's layers those that are computed again: as the recipe sets, or as few as fit."""
     if job.recomputed is not None:
-        return min(count, job.recomputed)
+        return min(layers, job.recomputed)
     if job.recompute not in ("", "auto"):
-        return count
+        return layers
 
     def fits(number: int) -> bool:
-        return peak_of(job.model, held, works(number, "full")) * ROUNDING <= room
+        return peak_of(job.model, held, works(rank, number, "full")) * ROUNDING <= room
 
-    if fits(0) or not count:
+    if fits(0) or not layers:
         return 0
-    low, high = 1, count
+    low, high = 1, layers
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle + 1, high)
@@ -292,89 +261,3 @@ def _worst_rows(job: Job, layout: Layout) -> float:
     here = ceil(job.model.moe.experts / layout.expert_ranks)
     senders = layout.expert_ranks if layout.experts_over_data else layout.tp
     return balanced * senders * min(1.0, here / job.model.moe.choices)
-
-
-@dataclass(frozen=True)
-class Computed:
-    """Seconds of one micro-batch."""
-
-    forward: tuple[float, ...]  # of each stage
-    backward: tuple[float, ...]
-    waiting: float  # the most that a layer's collectives take
-    slowest: float  # of all stages of a rank together, the most
-    longest: float  # of a stage, the most
-
-
-def computed(job: Job, layout: Layout, place: Site, stages: list[range], again: tuple[int, ...]) -> Computed:
-    """Once for all layouts that cut layers alike. The place is kept with what was computed of it, so that no other
-    place gets its id."""
-    _, known = job.known.setdefault(id(place), (place, {}))
-    key = (*_cut_layers(layout), layout.expert_ranks, again)
-    if key not in known:
-        known[key] = _computed(job, layout, place, stages, again)
-    found: Computed = known[key]
-    return found
-
-
-def _computed(job: Job, layout: Layout, place: Site, stages: list[range], numbers: tuple[int, ...]) -> Computed:
-    rates, links = place.rates, timing.Links(place.rates, place.devices)
-    tokens = job.rows * job.length // layout.cp
-    sparse = job.blocks.sparse
-    kinds = {s: timing.layer_time(job, s, layout, tokens, rates, links) for s in set(sparse)}
-    waits = {s: timing.exchanges(job, s, layout, tokens, links) for s in kinds}
-    again = set(numbers)
-    forward, backward, waiting = [], [], 0.0
-    for number, held in enumerate(stages):
-        f = b = host = 0.0
-        for n in held:
-            layer = kinds[sparse[n]]
-            f, b, host = f + layer.forward, b + layer.backward, host + layer.host
-            times = 2
-            if n in again:
-                b, host, times = b + layer.forward, host + layer.host / 3, 3
-            waiting = max(waiting, times * waits[sparse[n]])
-        f += job.forwards * sum(kinds[sparse[n]].forward for n in held)
-        host += job.forwards * sum(kinds[sparse[n]].host for n in held) / 3
-        if number == len(stages) - 1:
-            f += timing.head_time(job, layout, tokens, rates)[0] * (1 + job.forwards / 3)
-            teacher, launches = timing.teacher_time(job, layout, tokens, rates, links)
-            f, host = f + teacher, host + launches
-        slow = max(1.0, host / (f + b)) if f + b else 1.0  # the host launches slower than the device computes
-        forward.append(f * slow)
-        backward.append(b * slow)
-    each = [f + b for f, b in zip(forward, backward)]
-    slowest = max(sum(each[rank :: layout.pp]) for rank in range(layout.pp))
-    return Computed(tuple(forward), tuple(backward), waiting, slowest, max(each))
-
-
-def timed(job: Job, made: Candidate, place: Site, stages: list[range], exact: bool) -> Candidate:
-    layout, rates, m = made.layout, place.rates, made.micro_batches
-    links = timing.Links(rates, place.devices)
-    tokens = job.rows * job.length // layout.cp
-    found = computed(job, layout, place, stages, made.again)
-    hidden = tokens * job.model.hidden_size * job.compute / (layout.tp if layout.sequence_parallel else 1)
-    reach = layout.size // layout.pp + 1
-    send = hidden / links.over(reach) + rates.latency if layout.pp > 1 else 0.0
-    ideal = m * found.slowest
-    piped = StageTimes(found.forward, found.backward, send) if layout.pp > 1 else None
-    if piped is None:
-        seconds = ideal
-    elif exact:
-        seconds = step_seconds(job.schedule, layout.pp, layout.virtual_stages, m, piped)
-    else:
-        seconds = ideal + (layout.pp - 1) * (found.longest + 2 * send)
-    share = job.blocks.stage(layout, stages[0], True, layout.pp == 1, m)
-    overlapped, after = timing.sharing_time(job, layout, share, m, links)
-    hidden_by = seconds if place.card.overlaps else 0.0
-    after += max(0.0, overlapped - hidden_by)
-    total = seconds + after + timing.update_time(share, job, rates)
-    layers = sum(len(stages[s]) for s in range(0, len(stages), layout.pp))
-    return replace(
-        made,
-        seconds=total,
-        tokens=job.packs * job.length / total,
-        bubble=max(0.0, 1 - ideal / seconds) if seconds else 0.0,
-        waits=min(1.0, (m * layers * found.waiting + after) / total),
-        exact=exact or layout.pp == 1,
-        times=piped,
-    )

@@ -1,13 +1,14 @@
 """The most a rank of each pipeline stage holds at once, by what it is, from the moments of a step that may be the most.
 
 Moments: the loss (all activations, logits, no gradient yet), the first layer of backward, the first one that is
-computed again, the last one (all gradients), the update. Called by search.py and recipes/memory_decisions.py.
+computed again, the last one (all gradients), the update. Called by evaluate.py and recipes/memory_decisions.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from erniekit.models.config import DecoderConfig
 from erniekit.planner.activations import FUSED, UNCUT, Cuts, Kernels, kept, part_kept, start, working
@@ -19,8 +20,7 @@ ROUNDING = 1.02  # blocks of the allocator over the requested bytes
 FLAT = 64 * 1024 * 1024 * 4.0  # bytes of gradients that are summed over ranks in one call
 
 
-@dataclass(frozen=True)
-class Bytes:
+class Bytes(NamedTuple):
     """Of one rank, in bytes, at the moment of a step that takes the most."""
 
     weights: float = 0.0
@@ -39,18 +39,17 @@ class Bytes:
         return self.total - self.rounding
 
     @property
-    def total(self) -> float:  # written out, as a search reads it of every layout
+    def total(self) -> float:  # written out: `sum` adds in another way from Python 3.12 on
         return (
             self.weights + self.gradients + self.optimiser + self.activations + self.logits + self.experts
             + self.communication + self.workspace + self.rounding
         )  # fmt: skip
 
     def shown(self) -> dict[str, float]:
-        return {f.name: getattr(self, f.name) / GIB for f in fields(self)} | {"total": self.total / GIB}
+        return {name: value / GIB for name, value in zip(self._fields, self)} | {"total": self.total / GIB}
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """What a rank holds whatever it computes, and how gradients come to be. In bytes."""
 
     weights: float  # as stored, packed or not
@@ -77,7 +76,6 @@ class Work:
     head_rows: int = 0  # rows of logits at once; 0: no head here
     head_tokens: int = 0  # of a micro-batch, that reach the head
     vocabulary: int = 0  # columns of the head here
-    embeds: bool = True
     pairs: bool = False  # DPO: the head's gradient waits for both answers
     cuts: Cuts = UNCUT
     kernels: Kernels = field(default_factory=lambda: FUSED)
@@ -85,8 +83,7 @@ class Work:
     compared: float = 0.0  # bytes of a teacher's states and of both models' logits while the loss is formed
 
 
-@dataclass(frozen=True)
-class Kept:
+class Kept(NamedTuple):
     """What layers keep of one micro-batch, in bytes."""
 
     all: float  # from forward to backward, of all layers
@@ -97,11 +94,13 @@ class Kept:
     done: float  # share of the layers after that one
 
 
-Moment = Callable[[DecoderConfig, Held, Work, Kept], Bytes]
+# Bytes of gradients, of the optimiser's states, of activations, of logits. Numbers rather than `Bytes`, of which a
+# search would make hundreds of thousands to read their totals.
+Parts = tuple[float, float, float, float]
+Moment = Callable[[DecoderConfig, Held, Work, Kept], Parts]
 
 
-@dataclass(frozen=True)
-class Counted:
+class Counted(NamedTuple):
     """Work and what its layers keep; also without rows of routed experts, where there are some."""
 
     work: Work
@@ -123,13 +122,13 @@ def step_bytes(c: DecoderConfig, held: Held, work: Work) -> Bytes:
 
 
 def bytes_of(c: DecoderConfig, held: Held, work: Counted) -> Bytes:
-    most, moment = _fullest(c, held, work.work, work.kept)
-    if work.unrouted is None:
-        return most
-    routed = max(0.0, most.activations - moment(c, held, *work.unrouted).activations)
-    return Bytes(  # written out: `replace` takes several times as long, and a search does this for every layout
-        most.weights, most.gradients, most.optimiser, most.activations - routed, most.logits, routed,
-        most.communication, most.workspace, most.rounding,
+    _, (gradients, optimiser, activations, logits), moment = _fullest(c, held, work.work, work.kept)
+    routed = 0.0
+    if work.unrouted is not None:
+        routed = max(0.0, activations - moment(c, held, *work.unrouted)[2])
+    return Bytes(
+        _weights(held), gradients, optimiser, activations - routed, logits, experts=routed,
+        communication=held.buffers, workspace=WORKSPACE,
     )  # fmt: skip
 
 
@@ -143,16 +142,28 @@ def rounded(found: Bytes) -> Bytes:
 
 def peak(c: DecoderConfig, held: Held, work: Work) -> float:
     """Only the total, for a search."""
-    return _fullest(c, held, work, _kept(c, work))[0].total
+    return _fullest(c, held, work, _kept(c, work))[0]
 
 
 def peak_of(c: DecoderConfig, held: Held, work: Counted) -> float:
-    return _fullest(c, held, work.work, work.kept)[0].total
+    return _fullest(c, held, work.work, work.kept)[0]
 
 
-def _fullest(c: DecoderConfig, held: Held, work: Work, kept_here: Kept) -> tuple[Bytes, Moment]:
-    found = ((moment(c, held, work, kept_here), moment) for moment in MOMENTS)
-    return max(found, key=lambda item: item[0].total)
+def _fullest(c: DecoderConfig, held: Held, work: Work, kept_here: Kept) -> tuple[float, Parts, Moment]:
+    """The total of the moment that takes the most, what it is made of, and the moment."""
+    weights, buffers = _weights(held), held.buffers
+    most = -1.0
+    for moment in MOMENTS:
+        parts = moment(c, held, work, kept_here)
+        gradients, optimiser, activations, logits = parts
+        total = weights + gradients + optimiser + activations + logits + buffers + WORKSPACE  # in the order of Bytes
+        if total > most:
+            most, found = total, (parts, moment)
+    return most, *found
+
+
+def _weights(held: Held) -> float:
+    return held.weights + held.gathered + held.unpacked
 
 
 def _kept(c: DecoderConfig, work: Work) -> Kept:
@@ -184,18 +195,7 @@ def _sum(each: dict[tuple[bool, str], float], layers: list[tuple[bool, str]]) ->
     return sum([layers.count(kind) * size for kind, size in each.items()])
 
 
-def _base(held: Held, gradients: float, states: float = 0.0, **more: float) -> Bytes:
-    return Bytes(
-        weights=held.weights + held.gathered + held.unpacked,
-        gradients=gradients,
-        optimiser=held.optimiser + states,
-        communication=held.buffers,
-        workspace=WORKSPACE,
-        **more,
-    )
-
-
-def _at_loss(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> Bytes:
+def _at_loss(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> Parts:
     before = held.gradients if held.from_start else 0.0
     hidden = 2.0 * c.hidden_size * work.kernels.bytes * work.tokens  # the last layer's output, and its gradient
     logits = 0.0
@@ -205,35 +205,35 @@ def _at_loss(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> Bytes:
         logits = rows * work.vocabulary * (work.kernels.bytes if work.kernels.fused else 12.0)
         logits += held.head_gradient + c.hidden_size * work.kernels.bytes * 2.0 * work.head_tokens
     activations = work.in_flight * (layers.all + work.seeing) + hidden
-    return _base(held, before, activations=activations, logits=logits + work.compared)
+    return before, held.optimiser, activations, logits + work.compared
 
 
-def _at_first(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> Bytes:
+def _at_first(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> Parts:
     before = held.gradients if held.from_start else 0.0
     hidden = c.hidden_size * work.kernels.bytes * work.tokens
     activations = work.in_flight * (layers.all + work.seeing) + hidden + layers.last_inside
     gradients = before + held.layer_gradients + held.head_gradient / 2
-    return _base(held, gradients, activations=activations)
+    return gradients, held.optimiser, activations, 0.0
 
 
-def _at_first_again(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> Bytes:
+def _at_first_again(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> Parts:
     """Where backward comes to the layers that are computed again: those after them keep nothing any more."""
     before = held.gradients if held.from_start else held.gradients * layers.done
     hidden = c.hidden_size * work.kernels.bytes * work.tokens
     others = (work.in_flight - 1) * layers.all + work.in_flight * work.seeing
     activations = others + layers.redone + hidden + layers.inside
     gradients = before + held.layer_gradients + held.head_gradient / 2
-    return _base(held, gradients, activations=activations)
+    return gradients, held.optimiser, activations, 0.0
 
 
-def _at_last(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> Bytes:
+def _at_last(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> Parts:
     rest = max(0.0, work.in_flight - 1) * layers.all + layers.first
     extra = held.layer_gradients if held.from_start else 0.0
-    return _base(held, held.gradients + extra, activations=rest + work.in_flight * work.seeing + layers.inside)
+    return held.gradients + extra, held.optimiser, rest + work.in_flight * work.seeing + layers.inside, 0.0
 
 
-def _at_update(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> Bytes:
-    return _base(held, held.gradients, states=held.staged)
+def _at_update(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> Parts:
+    return held.gradients, held.optimiser + held.staged, 0.0, 0.0
 
 
 MOMENTS: tuple[Moment, ...] = (_at_loss, _at_first, _at_first_again, _at_last, _at_update)

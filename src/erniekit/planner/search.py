@@ -69,7 +69,8 @@ def _spread(job: Job, base: Layout, rest: int, devices: int) -> Iterator[Layout]
             if stage == 2 and micro_batches == 1:
                 continue  # the same as stage 1
             for v in virtual:
-                one = replace(base, fsdp=fsdp, dp=rest // fsdp, sharding_stage=stage, virtual_stages=v)
+                # Written out here and below: `replace` takes several times as long.
+                one = Layout(base.pp, rest // fsdp, fsdp, base.cp, base.tp, base.sequence_parallel, stage, v)
                 yield one
                 yield from _experts(job, one)
 
@@ -78,15 +79,15 @@ def _experts(job: Job, one: Layout) -> Iterator[Layout]:
     moe = job.model.moe
     if moe is None:
         return
+    cut = (one.pp, one.dp, one.fsdp, one.cp, one.tp, one.sequence_parallel)
+    sharing = (one.sharding_stage, one.virtual_stages, one.stage_cuts)
     if 1 < one.tp <= moe.experts:
-        yield replace(one, experts="tp")
-    for kind in ("data", "world"):
-        made = replace(one, experts=kind)
-        if (kind == "world") == (one.tp == 1):
-            continue  # of one tensor-parallel rank both are the same; of several, whole experts are the faster
-        pool = made.expert_pool
-        for degree in (d for d in divisors(pool) if 1 < d <= min(moe.experts, 128) and moe.experts % d == 0):
-            yield replace(made, ep=0 if degree == pool else degree)
+        yield Layout(*cut, *sharing, "tp")
+    # Of one tensor-parallel rank both are the same; of several, whole experts are the faster.
+    kind = "data" if one.tp == 1 else "world"
+    pool = Layout(*cut, experts=kind).expert_pool
+    for degree in (d for d in divisors(pool) if 1 < d <= min(moe.experts, 128) and moe.experts % d == 0):
+        yield Layout(*cut, *sharing, kind, 0 if degree == pool else degree)
 
 
 def search(job: Job, place: Site, ranks: int, shown: int = 0) -> Ranking:

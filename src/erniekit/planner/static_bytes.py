@@ -1,7 +1,7 @@
 """Bytes of weights, gradients and optimiser states that a rank holds, from the sharding table the trainer works from.
 
 `of_rank` is exact, tensor by tensor. `Blocks` does the same for a search: of like layers one is counted, and of like
-ranks the first, which has the largest share of everything. Called by search.py; tests count real ranks against it.
+ranks the first, which has the largest share of everything. Called by evaluate.py; tests count real ranks against it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import gcd, prod
+from typing import NamedTuple
 
 from erniekit.kernels.moments8 import BLOCK, fits8
 from erniekit.models.costs import MASTER_BYTES, MOMENT_BYTES
@@ -42,8 +43,7 @@ class Storing:
     fused: bool = True  # an update that takes gradients in 16 bit
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):  # a tuple, as a search makes tens of thousands and a frozen dataclass takes five times as long
     """Of one rank and a set of tensors, in bytes."""
 
     weights: float = 0.0
@@ -52,25 +52,31 @@ class Share:
     gradients: float = 0.0  # as kept until the update
     formed: float = 0.0  # as backward forms them, before they are shared out
     gathered: float = 0.0  # of all ranks' shards together, as computed with
-    largest: float = 0.0  # packed weight, unpacked
     trained: float = 0.0  # numbers, not bytes
     reduced: float = 0.0  # trained numbers before sharding
+    largest: float = 0.0  # packed weight, unpacked
     widest: tuple[float, ...] = ()  # states of the tensors that have the most, STAGED of them
 
-    def __add__(self, other: Share) -> Share:
+    def plus(self, other: Share) -> Share:
+        a, b, c, d, e, f, g, h, largest, widest = self
+        A, B, C, D, E, F, G, H, other_largest, other_widest = other
         return Share(
-            self.weights + other.weights, self.master + other.master, self.moments + other.moments,
-            self.gradients + other.gradients, self.formed + other.formed, self.gathered + other.gathered,
-            max(self.largest, other.largest), self.trained + other.trained, self.reduced + other.reduced,
-            _most(self.widest + other.widest),
+            a + A, b + B, c + C, d + D, e + E, f + F, g + G, h + H,
+            largest if largest >= other_largest else other_largest, _most(widest + other_widest),
         )  # fmt: skip
 
-    def times(self, count: float) -> Share:
+    def times(self, count: int) -> Share:
+        if count == 1:
+            return self
+        if not count:
+            return NOTHING
+        a, b, c, d, e, f, g, h, largest, widest = self
         return Share(
-            count * self.weights, count * self.master, count * self.moments, count * self.gradients,
-            count * self.formed, count * self.gathered, self.largest if count else 0.0, count * self.trained,
-            count * self.reduced, self.widest if count else (),
+            count * a, count * b, count * c, count * d, count * e, count * f, count * g, count * h, largest, widest
         )  # fmt: skip
+
+
+NOTHING = Share()
 
 
 def _most(sizes: tuple[float, ...]) -> tuple[float, ...]:
@@ -79,15 +85,13 @@ def _most(sizes: tuple[float, ...]) -> tuple[float, ...]:
 
 def of_tensor(sharding: Sharding, name: str, rank: int, storing: Storing, micro_batches: int = 1) -> Share:
     layout = sharding.layout
-    local = sharding.local_shape(name, rank)
-    count = prod(local)
-    place = layout.expert_place(rank)[0] if layout.experts_over_data and sharding.is_expert(name) else 0
-    before = prod(sharding.tp_shape(name, layout.coords(rank)["tp"], place))
+    whole, local = sharding.rank_shapes(name, rank)
+    before, count = prod(whole), prod(local)
     sharded = layout.fsdp > 1 and name not in sharding.packed
     if name in storing.bits:
         rows, ranks = local[0] if local else 0, sharding.packed_ranks(name)
-        whole = count * storing.bits[name] / 8 + 4 * rows
-        return Share(weights=whole / ranks, gathered=whole if ranks > 1 else 0.0, largest=2.0 * count)
+        size = count * storing.bits[name] / 8 + 4 * rows
+        return Share(weights=size / ranks, gathered=size if ranks > 1 else 0.0, largest=2.0 * count)
     trained, four = name in storing.trained, storing.compute == 4 or name in storing.fp32
     wide = four or (sharded and trained)
     weights = count * (4 if wide else storing.compute) * (2 if storing.reference and trained else 1)
@@ -145,9 +149,9 @@ def of_rank(sharding: Sharding, rank: int, storing: Storing, micro_batches: int 
 
 
 def total(shares: Iterable[Share]) -> Share:
-    found = Share()
+    found = NOTHING
     for share in shares:
-        found = found + share
+        found = found.plus(share)
     return found
 
 
@@ -160,10 +164,27 @@ def _standard(kind: bool, sparse: tuple[bool, ...], trained: frozenset[str]) -> 
     return max((n for n, held in enumerate(sparse) if held == kind), key=lambda n: (counts[n], -n))
 
 
-def _but_experts(cut: tuple[object, ...]) -> tuple[object, ...]:
-    """Of `Blocks.cut`: what matters to tensors that are no expert's."""
-    tp, shards, _, _, _, *rest = cut
-    return tp, shards, *rest
+class Cutting(NamedTuple):
+    """Equal for layouts that cut and store tensors alike."""
+
+    tp: int
+    shards: int  # that fsdp cuts a tensor into; 1: none
+    over: str  # Layout.experts_over
+    expert_ranks: int
+    expert_shards: int  # of an expert that is spread over data ranks
+    in_pieces: bool  # stage 3 of packed weights
+    several: bool  # gradients of several micro-batches or ranks are added
+
+    @property
+    def of_others(self) -> tuple[object, ...]:
+        """What matters to tensors that are no expert's, and are not packed."""
+        return self.tp, self.shards, self.several
+
+    @property
+    def of_experts(self) -> tuple[object, ...]:
+        over = self.over
+        shards: int = self.shards if over in ("none", "tp") else self.shards > 1
+        return 0 if over == "world" else self.tp, shards, over, self.expert_ranks, self.expert_shards, self.several
 
 
 class Blocks:
@@ -182,11 +203,15 @@ class Blocks:
                 self.names["embed"].append(name)
             else:
                 self.names["front" if name.startswith(FRONT) else "last"].append(name)
-        self._like = {name: self._signature(name) for names in self.names.values() for name in names}
+        kinds: dict[tuple[object, ...], int] = {}  # like tensors have one number, as a search looks it up often
+        named = [name for names in self.names.values() for name in names]
+        self._like = {name: kinds.setdefault(self._signature(name), len(kinds)) for name in named}
         self._alike = {block: self._counted_alike(names) for block, names in self.names.items()}
         self._experts = {block: any(map(sharding.is_expert, names)) for block, names in self.names.items()}
-        self._known: dict[tuple[object, ...], dict[str, Share]] = {}
-        self._blocks: dict[tuple[object, ...], Share] = {}
+        self._packed = {*sharding.packed, *storing.bits}
+        self._last: tuple[Layout | None, int, Cutting] = (None, 0, Cutting(1, 1, "none", 1, 1, False, False))
+        self._known: dict[Cutting, dict[str, Share]] = {}
+        self._blocks: dict[tuple[object, ...], Share] = {}  # that have no experts
         self._tensors: dict[tuple[object, ...], Share] = {}
         self._stages: dict[tuple[object, ...], Share] = {}
 
@@ -197,7 +222,7 @@ class Blocks:
 
     def _counted_alike(self, names: list[str]) -> list[tuple[str, int]]:
         """One of each kind of like tensors, and how many there are."""
-        first: dict[tuple[object, ...], str] = {}
+        first: dict[int, str] = {}
         for name in names:
             first.setdefault(self._like[name], name)
         counts = Counter(self._like[name] for name in names)
@@ -211,15 +236,19 @@ class Blocks:
         rule, shape = self.sharding.rule(name), self.sharding.shape(name)
         return (plain, rule, shape, stored.bits.get(name), *(name in held for held in sets))
 
-    @staticmethod
-    def cut(layout: Layout, micro_batches: int) -> tuple[object, ...]:
-        """Equal for layouts that cut tensors alike."""
-        ranks = layout.expert_ranks
-        over = layout.experts if ranks > 1 else "none"
-        return (
-            layout.tp, layout.fsdp * layout.cp if layout.fsdp > 1 else 1, over, ranks, layout.expert_pool // ranks,
-            layout.sharding_stage == 3, layout.size > 1, micro_batches > 1,
+    def cut(self, layout: Layout, micro_batches: int) -> Cutting:
+        if layout is self._last[0] and micro_batches == self._last[1]:  # asked for several times of each layout
+            return self._last[2]
+        ranks, over, shards = layout.expert_ranks, layout.experts_over, 1
+        if layout.fsdp > 1:
+            shards = layout.fsdp * layout.cp
+        spread = shards > 1 and over in ("data", "world")
+        found = Cutting(
+            layout.tp, shards, over, ranks, layout.expert_pool // ranks if spread else 1,
+            bool(self._packed) and shards > 1 and layout.sharding_stage == 3, micro_batches > 1 or layout.size > 1,
         )  # fmt: skip
+        self._last = (layout, micro_batches, found)
+        return found
 
     def shares(self, layout: Layout, micro_batches: int) -> dict[str, Share]:
         """Of the first rank, by block."""
@@ -230,38 +259,37 @@ class Blocks:
             self._known[key] = {block: self._block(table, block, key, micro_batches) for block in self.names}
         return self._known[key]
 
-    def _block(self, table: Sharding, block: str, cut: tuple[object, ...], micro_batches: int) -> Share:
-        key = (block, *(cut if self._experts[block] else _but_experts(cut)))
-        if key not in self._blocks:
-            found = Share()
-            for name, count in self._alike[block]:
-                one = self._tensor(table, name, cut, micro_batches)
-                if count > 1:
-                    one = replace(one.times(count), widest=one.widest * min(count, STAGED))
-                found = found + one
-            self._blocks[key] = found
-        return self._blocks[key]
-
-    def _tensor(self, table: Sharding, name: str, cut: tuple[object, ...], micro_batches: int) -> Share:
-        key = (self._like[name], *(cut if table.is_expert(name) else _but_experts(cut)))
-        if key not in self._tensors:
-            self._tensors[key] = of_tensor(table, name, 0, self.storing, micro_batches)
-        return self._tensors[key]
+    def _block(self, table: Sharding, block: str, cut: Cutting, micro_batches: int) -> Share:
+        experts, others = cut.of_experts, cut.of_others
+        whole = (block, others, cut.in_pieces)
+        if not self._experts[block] and whole in self._blocks:
+            return self._blocks[whole]
+        found = NOTHING
+        for name, count in self._alike[block]:
+            pieces = cut.in_pieces and name in self._packed
+            key = (self._like[name], count, experts if table.is_expert(name) else others, pieces)
+            if key not in self._tensors:
+                one = of_tensor(table, name, 0, self.storing, micro_batches)
+                self._tensors[key] = one.times(count)._replace(widest=one.widest * min(count, STAGED))
+            found = found.plus(self._tensors[key])
+        if not self._experts[block]:
+            self._blocks[whole] = found
+        return found
 
     def stage(self, layout: Layout, numbers: Iterable[int], first: bool, last: bool, micro_batches: int) -> Share:
         """Of a rank with these layers."""
         held = [self.sparse[n] for n in numbers]
         sparse = held.count(True)
-        key = (*self.cut(layout, micro_batches), len(held) - sparse, sparse, first, last)
+        key = (self.cut(layout, micro_batches), len(held) - sparse, sparse, first, last)
         if key not in self._stages:
             each = self.shares(layout, micro_batches)
-            found = each["dense"].times(len(held) - sparse) + each["sparse"].times(sparse)
+            found = each["dense"].times(len(held) - sparse).plus(each["sparse"].times(sparse))
             if first:
-                found = found + each["embed"] + each["front"]
+                found = found.plus(each["embed"]).plus(each["front"])
             if last:
-                found = found + each["last"]
+                found = found.plus(each["last"])
                 if self.sharding.embeds_last and not first:
-                    found = found + each["embed"]
+                    found = found.plus(each["embed"])
             self._stages[key] = found
         return self._stages[key]
 
@@ -276,4 +304,4 @@ class Blocks:
         each = self.shares(layout, micro_batches)
         kinds = {self.sparse[n] for n in numbers}
         found = [each["sparse" if sparse else "dense"] for sparse in kinds]
-        return max(found, key=lambda share: share.formed + share.gathered + share.largest, default=Share())
+        return max(found, key=lambda share: share.formed + share.gathered + share.largest, default=NOTHING)

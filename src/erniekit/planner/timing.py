@@ -7,7 +7,9 @@ the error of every recorded run.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+from erniekit.kernels.stored import bits_of
 from erniekit.models.config import DecoderConfig
 from erniekit.models.costs import (
     ATTENTION_BACKWARD,
@@ -21,7 +23,7 @@ from erniekit.parallel.mesh import Layout
 from erniekit.planner.cards import CardRates
 from erniekit.planner.job import Job
 from erniekit.planner.static_bytes import Share
-from erniekit.weight_kinds import BITS, PLAIN
+from erniekit.weight_kinds import PLAIN
 
 # Numbers read or written by the passes between products, both ways, per token: of width H, MLP width, heads; of a
 # choice's row: H and expert width.
@@ -66,11 +68,11 @@ class Links:
         return (ranks - 1) / ranks * size / self.over(extent) + self.rates.latency
 
 
-@dataclass(frozen=True)
-class LayerTime:
+class LayerTime(NamedTuple):
     forward: float
     backward: float
     host: float  # launches, both ways
+    waiting: float  # for collectives, one way
 
 
 def layer_time(job: Job, sparse: bool, layout: Layout, tokens: int, rates: CardRates, links: Links) -> LayerTime:
@@ -105,6 +107,7 @@ def layer_time(job: Job, sparse: bool, layout: Layout, tokens: int, rates: CardR
         + (1 - FORWARD_SHARE) * between
         + wait,
         rates.expert_launch if sparse else rates.layer_launch,
+        wait,
     )
 
 
@@ -115,7 +118,7 @@ def unpacking(job: Job, role: str) -> tuple[float, float]:
         return 0.0, 0.0
     if kind == "fp8":
         return 2.0, 0.0  # transposed
-    return 0.0, BITS.get(kind, 16.0) / 8 + (1 if job.in_fp8(role) else job.compute)
+    return 0.0, bits_of(kind) / 8 + (1 if job.in_fp8(role) else job.compute)
 
 
 def element_bytes(c: DecoderConfig, sparse: bool, each: int) -> float:

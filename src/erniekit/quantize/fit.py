@@ -1,4 +1,7 @@
-"""Whether a number format fits a model's widths, and the group size where none was requested. Called by run.py."""
+"""Whether a number format fits a model's widths, and the group size where none was requested.
+
+Called by recipes/quantize.py.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Quantising the weights of one decoder layer: linears whole, experts one after the other.
 
-Called by run.py with what layer_inputs.py collected. E experts, H hidden.
+Called by run.py with the layer's inputs (layer_inputs.py). E experts, H hidden.
 """
 
 from __future__ import annotations

@@ -68,14 +68,14 @@ def quantise(job: QuantiseJob) -> dict[str, Any]:
     with one_export(job.out):
         check_target(job.out, [job.source], QUANTIZE)
         work = WorkFolder(job.out, _identity(job))
-        run = _Run(job, source, work)
+        run = _Quantisation(job, source, work)
         quality = run.layers()
         facts = run.publish(quality)
         work.clear()
     return facts
 
 
-class _Run:
+class _Quantisation:
     def __init__(self, job: QuantiseJob, source: ModelFolder, work: WorkFolder) -> None:
         self.job, self.source, self.recipe, self.work = job, source, job.recipe, work
         self.expected = 0  # bytes of the result

@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import RunConfig
 from erniekit.config.note import Note, shown
 from erniekit.errors import ConfigError
-from erniekit.lora.adapter import Adapter
-from erniekit.lora.adapter_files import read_adapter
-from erniekit.lora.base import check_files
 from erniekit.lora.settings import LoRASettings
+
+if TYPE_CHECKING:
+    from erniekit.checkpoint.model_folder import ModelFolder
+    from erniekit.lora.adapter import Adapter
 
 
 def decide(cfg: RunConfig, folder: ModelFolder) -> tuple[LoRASettings | None, list[Note]]:
@@ -66,6 +66,9 @@ def settings_of(cfg: RunConfig) -> LoRASettings:
 def starting_adapter(cfg: RunConfig, folder: ModelFolder, whole: nn.Module) -> Adapter | None:
     if not cfg.lora.lora_path:
         return None
+    from erniekit.lora.adapter_files import read_adapter  # here: a plan reads no files of adapters
+    from erniekit.lora.base import check_files
+
     path = Path(cfg.lora.lora_path[0]).expanduser()
     adapter = read_adapter(path, whole)
     check_files(path, folder.path, cfg.lora.override_base)

@@ -16,10 +16,11 @@ from erniekit.log import emit
 from erniekit.lora.adapter import Adapter
 from erniekit.lora.frozen_base import store_frozen
 from erniekit.lora.inject import inject
-from erniekit.parallel.apply import SpreadOptions, parallelise, plain, sharding_of
+from erniekit.parallel.apply import SpreadOptions, parallelise
 from erniekit.parallel.expert import dispatch_of
 from erniekit.parallel.mesh import Layout
 from erniekit.parallel.sharding import Sharding
+from erniekit.parallel.sharding_table import plain, sharding_of
 from erniekit.parallel.step_metrics import StepMetrics
 from erniekit.recipes import adapters, expert_layers, expert_settings, fp8_training, own_loss, trained_weights, weights
 from erniekit.recipes.built import Built

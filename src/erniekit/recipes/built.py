@@ -31,12 +31,12 @@ from erniekit.lora.adapter import adapter_of
 from erniekit.lora.adapter_files import write_adapter
 from erniekit.lora.inject import in_adapter
 from erniekit.lora.settings import LoRASettings
-from erniekit.parallel.apply import plain
 from erniekit.parallel.engine import Engine
 from erniekit.parallel.gradients import local
 from erniekit.parallel.mesh import World
 from erniekit.parallel.packed_shards import is_packed_bytes
 from erniekit.parallel.sharding import Sharding
+from erniekit.parallel.sharding_table import plain
 from erniekit.recipes import weights
 from erniekit.recipes.run_plan import RunPlan
 
@@ -110,7 +110,7 @@ class Built:
         if not self.lora:
             seen = processor_files(self.folder.path) if has_vision else ()
             copy_side_files(self.folder.path, target, SIDE_FILES + seen)
-        elif has_vision:  # whoever opens the adapter's folder alone sees pictures in the sizes of training
+        elif has_vision:  # the adapter's folder alone then says in which sizes pictures were trained
             copy_side_files(self.folder.path, target, (PREPROCESSOR,))
         tokenizer, layout = self.plan.tokenizer_folder, self.plan.config.checkpoint.save_format
         copy_side_files(tokenizer, target, TOKENIZER_FILES)

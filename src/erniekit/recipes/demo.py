@@ -1,6 +1,6 @@
 """`erniekit demo`: the whole single-device path on a tiny model, offline, each stage with its proof.
 
-Called by cli/main.py. Reads top to bottom; a stage is what a user can type, and its log is in the demo's folder.
+Called by cli/commands.py. Reads top to bottom; a stage is what a user can type, and its log is in the demo's folder.
 """
 
 from __future__ import annotations

@@ -26,9 +26,9 @@ from erniekit.models.layers.router import Router
 from erniekit.models.vision_parts import part_of
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.in_backward import looked_at, seen_gradients
-from erniekit.parallel.apply import plain
 from erniekit.parallel.compiled import eager
 from erniekit.parallel.gradients import local
+from erniekit.parallel.sharding_table import plain
 from erniekit.recipes import device_report, held_back, own_loss, run_summary, stage_of
 from erniekit.recipes.build import build
 from erniekit.recipes.built import Built
@@ -206,7 +206,7 @@ def gradients(
     batch = with_future(batch, built.mtp_tokens) if built.mtp_tokens else batch
     batch = batch if prepare is None else prepare([batch])[0]
     if built.engine.sync is None:
-        with seen_gradients(optimizer) as seen:  # each is let go at once: all of them may not fit
+        with seen_gradients(optimizer) as seen:  # each is freed at once: all of them may not fit
             _one_backward(built, batch)
         formed = set(seen)
     else:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import astuple, replace
+from typing import TYPE_CHECKING
 
-from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import RunConfig
 from erniekit.errors import ConfigError
 from erniekit.loss_table import PREFERENCE_KEYS
 from erniekit.losses.moe_balance import RouterLossWeights
 from erniekit.models.config import DecoderConfig
 from erniekit.models.layers.modal import OF_VISION
+
+if TYPE_CHECKING:
+    from erniekit.checkpoint.model_folder import ModelFolder
 
 SCORING = ("DPO", *PREFERENCE_KEYS)  # stages that score answers and train no layer that predicts further tokens
 BIAS = "e_score_correction_bias"

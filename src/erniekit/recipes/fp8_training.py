@@ -18,8 +18,8 @@ from erniekit.log import emit
 from erniekit.models.layers.experts import ExpertLinear
 from erniekit.models.layers.linear import HoldsWeight, Linear
 from erniekit.models.layers.rounding import BlockRounding, StaticRounding
-from erniekit.parallel.apply import plain
 from erniekit.parallel.sharding import Sharding
+from erniekit.parallel.sharding_table import plain
 from erniekit.recipes.built import Built
 from erniekit.train.fp8_scales import Moving, StaticScales
 

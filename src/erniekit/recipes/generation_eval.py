@@ -25,7 +25,7 @@ from erniekit.data.types import IGNORE, Sample
 from erniekit.data.unpaired import UnpairedSample
 from erniekit.files import own, settle
 from erniekit.lora.inject import inject
-from erniekit.parallel.apply import plain
+from erniekit.parallel.sharding_table import plain
 from erniekit.recipes.built import Built
 from erniekit.recipes.datasets import TrainData
 from erniekit.track import Trackers

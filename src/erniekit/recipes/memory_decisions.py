@@ -88,7 +88,7 @@ def least_bytes(cfg: RunConfig, model: DecoderConfig) -> float:
     """What a run on one device takes with every layer computed again."""
     tokens = cfg.train.per_device_train_batch_size * cfg.data.max_seq_len
     held = bytes_held(model, trained_share(cfg, model), *kept_bytes(cfg, model), base_of(cfg))
-    held = replace(held, weights=held.weights + other_model_bytes(cfg, model))
+    held = held._replace(weights=held.weights + other_model_bytes(cfg, model))
     rank = cfg.lora.lora_rank if cfg.lora.lora else 0
     vision = vision_bytes(cfg, model, again=True)
     work = bytes_worked(model, tokens, cfg.memory.loss_subbatch_seqlen, rank, vision, rows_in_fp8(cfg))

@@ -1,4 +1,4 @@
-"""`model_config` of a recipe: values that take the place of those in the model's config.json. Called by build.py."""
+"""`model_config` of a recipe: values that take the place of those in the model's config.json. Called by run_plan.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WITHOUT_EFFECT = {
 
 
 class Recorder(dict[str, Any]):
-    """A config.json that remembers which of its names were asked for, there or not."""
+    """A config.json that records which of its names were read, present or not."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(values)

@@ -19,7 +19,8 @@ from erniekit.models.vision_parts import tower_lr_scale
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
 from erniekit.optim.in_backward import BackwardUpdates
-from erniekit.optim.muon import Muon, MuonSettings, by_muon
+from erniekit.optim.muon import Muon, MuonSettings
+from erniekit.optim.muon_names import by_muon
 from erniekit.optim.offload import states_home
 from erniekit.optim.storage import Storage
 from erniekit.parallel.sharding import Sharding, module_of

@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from erniekit.checkpoint.model_folder import read_json
 from erniekit.config import RunConfig
 from erniekit.loss_table import SCORE_KEYS
 from erniekit.models import find
@@ -42,6 +41,8 @@ def known_config(name: str) -> tuple[dict[str, Any] | None, Path | None]:
     """config.json of a folder that is here, and that folder; of a released model of that name; or nothing."""
     folder = Path(name).expanduser()
     if (folder / "config.json").is_file():
+        from erniekit.checkpoint.model_folder import read_json  # here: of a released name no folder is read
+
         return read_json(folder / "config.json"), folder
     return released(name), None
 

@@ -1,6 +1,7 @@
 """The plan next to what happened: a line at the end of a run, and on out-of-memory what was on the card and what fits.
 
-Called by training.py and finish.py. Nothing here may end a run: where no plan can be made, less is printed.
+Called by training.py, finish.py and rehearse_command.py. Nothing here may end a run: where no plan can be made, less is
+printed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from erniekit.parallel.world import ranks_started
 from erniekit.planner.cards import CARDS, Card, rates_of
 from erniekit.planner.evaluate import Candidate, Site, evaluate, largest
 from erniekit.planner.job import Job
+from erniekit.planner.step_time import alone
 from erniekit.recipes import planning
 from erniekit.recipes.run_plan import RunPlan
 
@@ -51,9 +53,22 @@ def job_at_hand(cfg: RunConfig, plan: RunPlan | None, layout: Layout) -> Job:
 
 
 def predicted(plan: RunPlan) -> Candidate:
-    layout = plan.world.layout
+    return evaluate(job_at_hand(plan.config, plan, plan.world.layout), plan.world.layout, _place(plan), exact=True)
+
+
+def predicted_alone(plan: RunPlan, micro_batches: int) -> tuple[Candidate, float]:
+    """Of a rank that is rehearsed for real: the run's plan, and the seconds of its step of so many micro-batches with
+    nothing sent; 0 where the run cannot be."""
+    layout, place = plan.world.layout, _place(plan)
+    job = job_at_hand(plan.config, plan, layout)
+    made = evaluate(job, layout, place, exact=True)
+    rank = plan.world.at["pp"]
+    return made, alone(job, layout, rank, micro_batches, made.again, place) if made.stages else 0.0
+
+
+def _place(plan: RunPlan) -> Site:
     site = site_of(plan.device, max(1, plan.world.size // max(1, len(plan.world.leaders))))
-    return evaluate(job_at_hand(plan.config, plan, layout), layout, replace(site, limit=float("inf")), exact=True)
+    return replace(site, limit=float("inf"))
 
 
 def comparison(made: Candidate, peak: float, tokens: float, known: bool) -> str:

@@ -12,16 +12,16 @@ import torch
 
 from erniekit.config import RunConfig
 from erniekit.errors import PlanError
-from erniekit.lora.frozen_base import role_of
+from erniekit.kernels.stored import bits_of
 from erniekit.lora.inject import inject
 from erniekit.lora.settings import LoRASettings
 from erniekit.models import find
 from erniekit.models.config import DecoderConfig
 from erniekit.models.costs import adapters_met_of
 from erniekit.models.released import RELEASED
-from erniekit.optim.muon import by_muon
-from erniekit.parallel.apply import plain, sharding_of
+from erniekit.optim.muon_names import by_muon
 from erniekit.parallel.mesh import Layout, fit
+from erniekit.parallel.sharding_table import plain, sharding_of
 from erniekit.parallel.world import layout_of
 from erniekit.planner.job import Job
 from erniekit.planner.static_bytes import Blocks, Storing
@@ -30,7 +30,7 @@ from erniekit.recipes.adapters import settings_of
 from erniekit.recipes.memory_decisions import vision_bytes
 from erniekit.recipes.other_models import known_config
 from erniekit.recipes.score_heads import expected_labels
-from erniekit.weight_kinds import BF16, BITS, PLAIN, kinds_of
+from erniekit.weight_kinds import BF16, PLAIN, kinds_of, role_of
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,12 @@ def shape_of(cfg: RunConfig) -> ModelShape:
 
 def built(cfg: RunConfig, config: DecoderConfig, spec: Any, lora: LoRASettings | None) -> Any:
     """The whole model on the meta device as the run stores it on one rank."""
-    with torch.device("meta"):
-        model = spec.cast(spec.build(config), torch.float32 if four_bytes(cfg) else torch.bfloat16)
-        trained_weights.choose(cfg, model)
-        if lora is not None:
-            inject(model, lora, cfg.train.seed)
+    with torch.device("meta"):  # adapters follow their weights, and each call of torch takes longer inside
+        model = spec.build(config)
+    model = spec.cast(model, torch.float32 if four_bytes(cfg) else torch.bfloat16)
+    trained_weights.choose(cfg, model)
+    if lora is not None:
+        inject(model, lora, cfg.train.seed)
     return model
 
 
@@ -113,7 +114,7 @@ def packed_bits(names: Iterable[str], base: str) -> dict[str, float]:
         module, _, last = name.rpartition(".")
         kind = kinds.get(role_of(name), PLAIN)
         if last == "weight" and module in adapted and ".lora." not in name and kind != PLAIN:
-            found[name] = BITS.get(kind, 16.0)
+            found[name] = bits_of(kind)
     return found
 
 

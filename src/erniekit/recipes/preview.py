@@ -1,6 +1,6 @@
 """`erniekit data preview RECIPE | FILE...`: a few rows as the model would see them, the trained tokens marked.
 
-Called by cli/main.py; the web page asks for `--json`. Imports no torch, so that it answers at once.
+Called by cli/commands.py; the web page asks for `--json`. Imports no torch, so that it answers at once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ KEYS_READ = (
     "class_labels",
 )  # fmt: skip
 
-# `erniekit data` calls these keys so, and whoever has looked at a file previews it next.
+# `erniekit data` calls these keys so, and a preview often follows it.
 _KEY_OF_FLAG = {"--model": "--model_name_or_path", "--type": "--train_dataset_type", "--length": "--max_seq_len"}
 
 Piece = tuple[str, int]

@@ -116,7 +116,7 @@ def _one_rank(job: Rehearsal, rank: int, quiet: bool) -> dict[str, Any]:
     from erniekit.devices import pick
     from erniekit.devices.base import GIB
     from erniekit.planner.evaluate import largest
-    from erniekit.recipes.plan_check import card_of, predicted
+    from erniekit.recipes.plan_check import card_of, predicted_alone
     from erniekit.recipes.rehearsal import measured, plan_for, unreported
 
     if rank >= job.layout.size:
@@ -124,7 +124,7 @@ def _one_rank(job: Rehearsal, rank: int, quiet: bool) -> dict[str, Any]:
             f"--rank {rank}: there are {job.layout.size} ranks", where="erniekit rehearse", fix="ranks count from 0"
         )
     device = pick(job.config.train.device, job.config.train.no_cuda)
-    plan = predicted(plan_for(job, rank, device))
+    plan, seconds = predicted_alone(plan_for(job, rank, device), job.micro_batches)
     stage = plan.stages[job.layout.coords(rank)["pp"]] if plan.stages else None
     planned = stage.allocated if stage is not None else 0.0
     if stage is not None and device.total_memory and planned > device.total_memory:
@@ -134,7 +134,6 @@ def _one_rank(job: Rehearsal, rank: int, quiet: bool) -> dict[str, Any]:
     except torch.OutOfMemoryError:
         reason = f"{device.peak_allocated() / GIB:.0f} GiB were allocated when it ran out, {planned / GIB:.0f} planned"
         raise _too_large(job, rank, device, reason) from None
-    seconds = plan.seconds * (1 - plan.bubble) * job.micro_batches / max(1, plan.micro_batches)
     known = card_of(device) is not None
     if not quiet:
         peak = f"{found.peak / GIB:.1f} GiB at the most" if found.peak else f"{device.name} does not count its memory"

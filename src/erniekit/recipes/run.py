@@ -1,12 +1,15 @@
-"""`erniekit train`, `eval` and `export`: config in, stage picked, result out. Called by cli/ and api.py."""
+"""`erniekit train`, `eval` and `export`: config in, stage picked, result out. Called by cli/ and api/."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from erniekit.config import RunConfig, for_world, load, refuse_later
+from erniekit.devices import entry_of
+from erniekit.early_imports import import_beside_torch, without_collections
 from erniekit.errors import ConfigError
 from erniekit.recipes import stage_of
 from erniekit.recipes.first_line import begin
@@ -37,9 +40,19 @@ def run_train(
     """launch: see recipes/training.py. begun: the launcher of this rank has printed the first line. session: what a
     Python session adds to the keys."""
     begin(cfg, begun)
-    from erniekit.recipes.training import train
-
+    with without_collections():
+        if _compiles(cfg):
+            import_beside_torch()
+        from erniekit.recipes.training import train
     return train(stage_of(cfg, session.loss if session else None), cfg, command or sys.argv, launch, session)
+
+
+def _compiles(cfg: RunConfig) -> bool:
+    """Whether this run will probably need torch's compiler; found without torch."""
+    train, env = cfg.train, os.environ
+    if cfg.model.compile is False or train.no_cuda or train.device == "cpu":
+        return False
+    return entry_of(train.device, env).count_visible(env) > 0
 
 
 def check_world(cfg: RunConfig, ranks: int) -> None:

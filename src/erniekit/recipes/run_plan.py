@@ -185,7 +185,9 @@ def open_model(cfg: RunConfig) -> ModelFolder:
             "or merge it first with erniekit export",
         )
     changes = changes_of(cfg, path) | head_changes(cfg, path)
-    return ModelFolder(path, weights=cfg.model.continue_training, changes=changes)
+    folder = ModelFolder(path, weights=cfg.model.continue_training, changes=changes)
+    folder.spec.check_layout(cfg.checkpoint.save_format)
+    return folder
 
 
 def open_tokenizer(plan: RunPlan) -> Tokenizer:

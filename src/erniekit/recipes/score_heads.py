@@ -9,14 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from erniekit.checkpoint.model_folder import read_json
 from erniekit.config import RunConfig
-from erniekit.data.formats.columns import as_columns
 from erniekit.errors import ConfigError
-from erniekit.lora.score_head import classes_of
 from erniekit.loss_table import SCORE_KEYS
 from erniekit.models.score_head import changes, labels_in, refuse
-from erniekit.recipes.dataset_files import dataset_files
 
 REWARD = ("LABEL_0",)  # transformers' name of an only class
 ASSUMED = ("LABEL_0", "LABEL_1")
@@ -24,6 +20,8 @@ ASSUMED = ("LABEL_0", "LABEL_1")
 
 def head_changes(cfg: RunConfig, folder: Path) -> dict[str, Any]:
     """Values of config.json that give the model the head its stage trains; none where it has it already."""
+    from erniekit.checkpoint.model_folder import read_json  # here and below: a plan reads no files
+
     raw, where = read_json(folder / "config.json"), str(folder / "config.json")
     if cfg.train.stage not in SCORE_KEYS:
         refuse(labels_in(raw, where), f"stage {cfg.train.stage}", where)
@@ -57,12 +55,18 @@ def expected_labels(cfg: RunConfig, raw: dict[str, Any], where: str) -> tuple[st
 
 def _classes_of_adapter(cfg: RunConfig) -> tuple[str, ...]:
     """Of an adapter that the run starts from."""
-    return classes_of(Path(cfg.lora.lora_path[0]).expanduser()) if cfg.lora.lora and cfg.lora.lora_path else ()
+    if not cfg.lora.lora or not cfg.lora.lora_path:
+        return ()
+    from erniekit.lora.score_head import classes_of
+
+    return classes_of(Path(cfg.lora.lora_path[0]).expanduser())
 
 
 def _classes(cfg: RunConfig, held: tuple[str, ...]) -> tuple[str, ...]:
     named = cfg.score.class_labels
     if not named:
+        from erniekit.recipes.dataset_files import dataset_files
+
         files, formats = dataset_files(cfg, "train")
         named = read_classes(cfg, [file.path for file in files], formats)
     if not cfg.given("class_labels") and held and set(named) <= set(held):
@@ -78,7 +82,8 @@ def _classes(cfg: RunConfig, held: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def read_classes(cfg: RunConfig, files: Sequence[Path | str], formats: Sequence[str | None]) -> tuple[str, ...]:
-    from erniekit.data.classification import classes_in  # here: a plan reads no rows, and templates take long to import
+    from erniekit.data.classification import classes_in
+    from erniekit.data.formats.columns import as_columns
 
     return classes_in(files, as_columns(cfg.data.columns, cfg.origin("columns")), formats)
 

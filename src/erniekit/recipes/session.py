@@ -1,4 +1,4 @@
-"""Session: what a Python session adds to a run's keys: rows, callbacks, a loss. Made by api.py."""
+"""Session: what a Python session adds to a run's keys: rows, callbacks, a loss. Made by api/training.py."""
 
 from __future__ import annotations
 

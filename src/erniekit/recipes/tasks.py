@@ -38,7 +38,7 @@ AT_ONCE = 8  # answers that are generated together, at least
 
 
 class TaskGeneration(NamedTuple):
-    """How a task wants its answers."""
+    """What a task requires of generated answers."""
 
     until: Sequence[str]
     max_tokens: int
@@ -129,7 +129,7 @@ class Scorer:
         return self.engine
 
     def close(self) -> None:
-        """Ends the engine's threads and lets its cache go."""
+        """Ends the engine's threads and frees its cache."""
         if self.engine is not None:
             self.engine.close()
             self.engine = None

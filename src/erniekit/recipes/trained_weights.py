@@ -16,7 +16,7 @@ from erniekit.models import MODELS
 from erniekit.models.config import DecoderConfig
 from erniekit.models.trained_names import set_trained
 from erniekit.models.vision_parts import freeze
-from erniekit.optim.muon import by_muon
+from erniekit.optim.muon_names import by_muon
 from erniekit.recipes.expert_settings import mtp_tokens
 
 

@@ -171,7 +171,7 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
         try:
             trainer.fit()
         except BaseException:
-            saver.saves.abandon()  # a save in the background ends before the folder is let go
+            saver.saves.abandon()  # a save in the background ends before the folder is unlocked
             raise
         if report_read_rows(data, output):
             record.describe(data=run_summary.data_facts(data))

@@ -99,7 +99,7 @@ class Api:
         self.running_requests: weakref.WeakSet[RunningRequest] = weakref.WeakSet()
         self.monitor = HealthMonitor(engine, self.prompts)
         for served in models.values():
-            _ = served.tokenizer.widest  # a second for a large vocabulary, and not a request's
+            served.prepare_tokenizer()
         self.ignored: set[str] = set()  # field names the log has named
 
     # --- routes

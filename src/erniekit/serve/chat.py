@@ -1,4 +1,4 @@
-"""`erniekit chat`: a conversation in the terminal, or one answer with --prompt. Called by cli/main.py.
+"""`erniekit chat`: a conversation in the terminal, or one answer with --prompt. Called by cli/commands.py.
 
 It connects to a running server, or starts one for a folder (chat_server.py); either way it is a client.
 """

@@ -1,6 +1,6 @@
 """Streaming detokenizer: tokens to text, whole characters only; stop strings are found before they are shown.
 
-Used by text_engine.py (Python, evaluation tasks) and running_request.py (the server).
+Used by text_engine.py (Python, evaluation tasks), running_request.py and request_parsing.py (the server).
 """
 
 from __future__ import annotations
@@ -67,6 +67,17 @@ class StopStrings:
         keep = 0 if last else partial_match(self._held, self.strings)
         shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return shown
+
+
+class TextEnd:
+    """Whether a text that is read token by token has come to one of its stop strings."""
+
+    def __init__(self, tokenizer: Tokenizer, strings: Sequence[str]) -> None:
+        self._detokenizer, self._stop = Detokenizer(tokenizer), StopStrings(strings)
+
+    def __call__(self, id: int) -> bool:
+        self._stop.add(self._detokenizer.add(id))
+        return self._stop.hit is not None
 
 
 def partial_match(text: str, strings: Sequence[str]) -> int:

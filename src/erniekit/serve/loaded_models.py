@@ -16,10 +16,11 @@ from torch import nn
 from erniekit.api_load import DTYPES, Found, find_model
 from erniekit.config import RunConfig
 from erniekit.config.sections.serve import ServeSection
+from erniekit.data.vision.proof_file import check as check_proof
 from erniekit.data.vision.proof_file import warn_of_other_rules
 from erniekit.devices import pick
 from erniekit.devices.base import Device
-from erniekit.errors import ConfigError, DeviceError
+from erniekit.errors import CheckpointError, ConfigError, DeviceError
 from erniekit.export.vision_rules import vision_rules
 from erniekit.log import warn
 from erniekit.lora.frozen_base import packing
@@ -62,8 +63,14 @@ def find_models(cfg: RunConfig) -> list[ModelEntry]:
         name, equals, path = entry.partition("=")
         if not equals:
             name, path = _name(Path(entry)), entry
-        found = _adapter_at(path.strip(), first.weights.path, cfg.lora.override_base, "lora_modules")
-        out.append(ModelEntry(name.strip(), found))
+        name = name.strip()
+        if name in ("", "default"):  # `default` is what clients call the first model by
+            raise ConfigError(
+                f"an adapter cannot be called {name!r}: {entry}",
+                where="lora_modules",
+                fix="give it another name: name=DIR, other=DIR",
+            )
+        out.append(ModelEntry(name, _adapter_at(path.strip(), first.weights.path, cfg.lora.override_base)))
     if first.adapter is not None:
         out.append(ModelEntry(_free(_name(base.weights.path), out), base))
     double = next((o.name for k, o in enumerate(out) if o.name in {p.name for p in out[:k]}), None)
@@ -74,8 +81,14 @@ def find_models(cfg: RunConfig) -> list[ModelEntry]:
     return out
 
 
-def _adapter_at(path: str, base: Path, override_base: bool, where: str) -> Found:
-    found = find_model(path, base, override_base=override_base)
+def _adapter_at(path: str, base: Path, override_base: bool, where: str = "lora_modules") -> Found:
+    try:
+        found = find_model(path, base, override_base=override_base)
+    except CheckpointError as error:
+        if error.where != "model_name_or_path":  # the key that most names of models come from
+            raise
+        fix = "give the folder with adapter_config.json: name=DIR"
+        raise ConfigError(f"adapter {path!r} is not a folder here", where=where, fix=fix) from None
     if found.adapter is None:
         raise ConfigError(f"{path} holds no adapter", where=where, fix="give the folder with adapter_config.json")
     refuse_score_head(found.weights.config.labels, "server", found.describe())
@@ -136,6 +149,9 @@ def load_models(cfg: RunConfig, entries: list[ModelEntry]) -> LoadedModels:
     if vision is not None and vision.enabled:
         for entry in entries:
             warn_of_other_rules(entry.found.trained, vision.rules)
+            proved = check_proof(entry.found.trained, entry.found.tokenizer(cfg.model.tokenizer_name))
+            if proved is not None and proved.stage is not None:
+                warn(f"{entry.name}: {proved.line()}")
     models = {entry.name: _served(entry, longest, cfg.model.tokenizer_name, entries, vision) for entry in entries}
     dtype_name = str(kind).removeprefix("torch.")
     about = f"{dtype_name} on {device}, {limits.sequences} at once, a cache of {cache.blocks * cache.size} tokens"
@@ -147,7 +163,7 @@ def load_models(cfg: RunConfig, entries: list[ModelEntry]) -> LoadedModels:
     def open_adapter(name: str, key: str, folder: Path) -> tuple[nn.Module, ServedModel]:
         found = with_mtp_layers(_adapter_at(str(folder), weights.path, cfg.lora.override_base, "lora_path"), mtp)
         served = _served(ModelEntry(name, found), longest, cfg.model.tokenizer_name, entries, vision)
-        _ = served.tokenizer.widest  # a second for a large vocabulary, and not a request's
+        served.prepare_tokenizer()
         return with_adapter(base, found), replace(served, key=key)
 
     adapters = RuntimeAdapters(engine, models, s.lora_dirs, open_adapter)

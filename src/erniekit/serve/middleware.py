@@ -77,6 +77,11 @@ class Middleware:
             self.metrics.requests[path, started or 499] += 1
 
     def _check(self, scope: Scope) -> None:
+        if {b"content-length", b"transfer-encoding"} <= {name.lower() for name, _ in scope["headers"]}:
+            # A proxy in front may go by the other one, and take the end of this body for the next client's request.
+            raise RequestError(
+                400, "send Content-Length or Transfer-Encoding, not both", headers={"Connection": "close"}
+            )
         if self.hosts is not None:
             self._check_site(scope, self.hosts)
         if self.key is not None and scope["path"] not in OPEN:
@@ -130,6 +135,9 @@ async def read_json(request: Request, kind: type[Model], limit: BodyLimit | None
     given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if given != "application/json":
         raise RequestError(415, "the body must be JSON: Content-Type: application/json")
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        raise RequestError(415, "the body must not be compressed: leave out the Content-Encoding header")
     try:
         body = await asyncio.wait_for(_body(request, limit or BodyLimit()), BODY_S)
     except asyncio.TimeoutError:
@@ -152,6 +160,8 @@ async def read_json(request: Request, kind: type[Model], limit: BodyLimit | None
         raise RequestError(400, "the body holds half a character: an unpaired \\ud800..\\udfff")
     if nests_deeper(value):
         raise RequestError(400, f"the body is nested deeper than {MAX_DEPTH}")
+    if not isinstance(value, dict):
+        raise RequestError(400, "the body must be a JSON object: {...}")
     try:
         return kind.model_validate(value)
     except ValidationError as error:

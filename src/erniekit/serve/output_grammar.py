@@ -1,6 +1,7 @@
-"""What the text of an answer must be: JSON of a schema, or calls of functions. Used by request_parsing.py and api.py.
+"""What the text of an answer must be: JSON of a schema, or calls of functions.
 
-A grammar is made of a request's `response_format`, `tools` and `tool_choice`; grammar_work.py compiles it.
+Used by request_parsing.py and structured.py. A grammar is made of a request's `response_format`, `tools` and
+`tool_choice`; grammar_work.py compiles it.
 """
 
 from __future__ import annotations

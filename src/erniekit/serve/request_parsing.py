@@ -7,9 +7,11 @@ rendering and tokenising may take a while, and prompt_work.py does it for api.py
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from erniekit.data.tokenizer import BEGIN, Tokenizer
+from erniekit.serve.detokenizer import TextEnd
 from erniekit.serve.engines.base import GenerationJob, Grammar, SamplingParams
 from erniekit.serve.engines.vision_input import PromptVision
 from erniekit.serve.message_parsing import check_contents, message_row, parse_arguments
@@ -49,6 +51,10 @@ class ServedModel:
     @property
     def engine_name(self) -> str:
         return self.key or self.name
+
+    def prepare_tokenizer(self) -> None:
+        """What is computed at its first use: a second for a large vocabulary, and not a request's."""
+        _ = self.tokenizer.widest, self.tokenizer.bytes_of(self.tokenizer.eos_id)
 
 
 @dataclass(frozen=True)
@@ -342,7 +348,9 @@ def _make_job(
             "allow another token, or send min_tokens 0",
             param="allowed_token_ids",
         )
-    return GenerationJob(tuple(prompt), served.engine_name, sampling, ends, vocab, salt=request.cache_salt or "")
+    stop, salt = _stop_strings(request), request.cache_salt or ""
+    text_end = partial(TextEnd, served.tokenizer, stop) if stop and logprobs is not None else None
+    return GenerationJob(tuple(prompt), served.engine_name, sampling, ends, vocab, salt=salt, text_end=text_end)
 
 
 def _token_ids(request: GenerationRequest, name: str, vocab: int) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ class ResponseBuilder:
         self._offsets = [0] * len(running_request.choices)
         self._begun: set[int] = set()
         self._around: dict[int, tuple[bytes, bytes]] = {}
-        self._token_texts: dict[int, str] = {}  # of single tokens: the likeliest ones come again and again
+        self._spelled: dict[int, bytes] = {}  # single tokens: the likeliest ones come again and again
 
     # --- a stream
 
@@ -124,14 +124,16 @@ class ResponseBuilder:
         }
 
     def _token_text(self, id: int) -> str:
-        if id not in self._token_texts:
-            self._token_texts[id] = self.tokenizer.decode([id], skip_special=False)
-        return self._token_texts[id]
+        return self._token_bytes(id).decode("utf-8", "replace")
+
+    def _token_bytes(self, id: int) -> bytes:
+        if id not in self._spelled:
+            self._spelled[id] = self.tokenizer.bytes_of(id)
+        return self._spelled[id]
 
     def _token_logprobs(self, token: Token) -> dict[str, Any]:
         def one(id: int, value: float | None) -> dict[str, Any]:
-            text = self._token_text(id)
-            return {"token": text, "logprob": value, "bytes": list(text.encode("utf-8", "replace"))}
+            return {"token": self._token_text(id), "logprob": value, "bytes": list(self._token_bytes(id))}
 
         return {**one(token.id, token.logprob), "top_logprobs": [one(id, value) for id, value in token.top]}
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from erniekit.errors import ErnieKitError
 from erniekit.log import emit, warn
+from erniekit.serve.engines.model_changes import ModelRefused
 from erniekit.serve.request_error import RequestError
 from erniekit.serve.request_parsing import ServedModel
 
@@ -62,6 +63,11 @@ class RuntimeAdapters:
             tree, served = await self._opened(name, engine_name, folder)
             try:
                 await asyncio.wrap_future(self.engine.add_model(engine_name, tree))
+            except ModelRefused as error:
+                warn(f"an adapter was not loaded: {error}")
+                raise RequestError(
+                    503, "the adapter cannot be served beside the others: unload one, and load it again", code="no_room"
+                ) from None
             except RuntimeError as error:
                 raise RequestError(503, str(error), code="stopping") from None
             if name in self.loaded:

@@ -7,6 +7,7 @@ newer interfaces, and named in a response header.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -14,7 +15,9 @@ from typing_extensions import Required, TypedDict  # pydantic needs these before
 
 MAX_PARTS = 1024  # of a message
 MAX_COMPLETIONS = 128  # of one request: prompts times n
-StopString = Annotated[str, Field(max_length=64)]
+MAX_PROMPTS, MAX_INPUTS = 32, 256  # of one request for completions, and for embeddings
+MAX_STOPS, MAX_STOP_CHARACTERS = 8, 64
+StopString = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 # fail_fast: pydantic makes an error of each item that does not fit, and a list may have many.
@@ -22,19 +25,34 @@ TEXT_OR_IDS = "a text, a list of token ids, or a list of several of them"
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 
-def _text_or_ids(value: Any) -> Any:
-    """Checked first: of a union pydantic names each kind that the value is not, the wrong one first."""
+def _text_or_ids(value: Any, most: int) -> Any:
+    """Checked first: of a union pydantic names each kind that the value is not, the wrong one first. most: items."""
     if not isinstance(value, str | list):
         raise ValueError(f"{TEXT_OR_IDS} is needed")
     if not value and isinstance(value, list):
         raise ValueError(f"the list is empty; {TEXT_OR_IDS} is needed")
     if isinstance(value, list) and not isinstance(value[0], int):
+        if len(value) > most:
+            raise ValueError(f"{len(value):,} items are too many for one request; the limit is {most}")
         for k, item in enumerate(value):
             if not isinstance(item, str | list):
                 raise ValueError(f"item {k} is neither a text nor a list of token ids")
             if not item and isinstance(item, list):
                 raise ValueError(f"item {k} is an empty list")
+            if isinstance(item, list):
+                _check_ids(item, f"item {k} of ")
+    elif isinstance(value, list):
+        _check_ids(value)
     return value
+
+
+def _check_ids(ids: list[Any], of: str = "") -> None:
+    """By functions of C first: a prompt may have many ids."""
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < 2**31:
+        return
+    k, wrong = next((k, id) for k, id in enumerate(ids) if type(id) is not int or not 0 <= id < 2**31)
+    shown = str(wrong) if isinstance(wrong, int | float) and not isinstance(wrong, bool) else type(wrong).__name__
+    raise ValueError(f"{of}item {k} is {shown[:40]}; a token id is a whole number from 0 on")
 
 
 class _Object(BaseModel):
@@ -134,7 +152,7 @@ class GenerationRequest(_Object):
     min_p: float | None = Field(None, ge=0, le=1, description="Drop tokens below this share of the likeliest's chance.")
     allowed_token_ids: list[TokenId] | None = Field(None, max_length=4096, description="No other tokens may be drawn.")
     seed: Int64 | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=8)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: list[TokenId] | None = Field(None, max_length=64)
     include_stop_str_in_output: bool = False
     stream: bool = False
@@ -143,6 +161,19 @@ class GenerationRequest(_Object):
     cache_salt: str | None = Field(
         None, max_length=256, description="Cached prefixes are shared only between requests of the same salt."
     )
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _few_short_strings(cls, stop: Any) -> Any:
+        """As for prompts: a union's own message would be of the kind that was not meant."""
+        strings = stop if isinstance(stop, list) else [] if stop is None else [stop]
+        if len(strings) > MAX_STOPS:
+            raise ValueError(f"{len(strings):,} strings are too many; the limit is {MAX_STOPS}")
+        if not all(isinstance(string, str) for string in strings):
+            raise ValueError("a string or a list of strings is needed; stop_token_ids takes token ids")
+        if (longest := max(map(len, strings), default=0)) > MAX_STOP_CHARACTERS:
+            raise ValueError(f"a string of {longest:,} characters is too long; the limit is {MAX_STOP_CHARACTERS}")
+        return stop
 
 
 class MessagePart(TypedDict, total=False):
@@ -199,8 +230,8 @@ class EmbeddingRequest(BaseModel):
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
     model: str = Field("default", max_length=256, description="One of /v1/models, or `default`.")
-    input: str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, max_length=256, fail_fast=True)]
-    _kind = field_validator("input", mode="before")(_text_or_ids)
+    input: str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+    _kind = field_validator("input", mode="before")(partial(_text_or_ids, most=MAX_INPUTS))
     encoding_format: Literal["float", "base64"] = "float"
     pooling: Literal["mean", "last"] = Field("mean", description="Of the last hidden states of an input's tokens.")
     normalize: bool = Field(True, description="To length 1.")
@@ -217,14 +248,14 @@ class UnloadAdapterRequest(_Object):
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, max_length=32, fail_fast=True)] = (
-        Field(description=f"Prompts times n are {MAX_COMPLETIONS} at most.")
-    )
+    prompt: (
+        str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+    ) = Field(description=f"Prompts times n are {MAX_COMPLETIONS} at most.")
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
     suffix: str | None = None
 
-    _kind = field_validator("prompt", mode="before")(_text_or_ids)
+    _kind = field_validator("prompt", mode="before")(partial(_text_or_ids, most=MAX_PROMPTS))
 
     @field_validator("prompt")
     @classmethod

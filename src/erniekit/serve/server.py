@@ -1,4 +1,4 @@
-"""`erniekit server`: a model folder behind the OpenAI interface, until a signal ends it. Called by cli/main.py.
+"""`erniekit server`: a model folder behind the OpenAI interface, until a signal ends it. Called by cli/commands.py.
 
 The embedded engine runs in this process; the others are programs that engines/started.py starts and watches.
 """

@@ -19,7 +19,7 @@ from erniekit.data.token_bytes import token_bytes
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.serve.output_grammar import OutputGrammar
 from erniekit.serve.output_parser import THINK_END
-from erniekit.serve.schema_check import first_wrong, options, plain_message, with_rules
+from erniekit.serve.schema_check import options, plain_message, with_rules
 
 PACKAGE = "llguidance"
 
@@ -108,15 +108,9 @@ class Matcher:
         return mask
 
 
-def compile_grammar(grammar: OutputGrammar, table: TokenTable, opened: bool) -> CompiledGrammar:
-    """opened: the prompt has begun a thought, which ends before the grammar begins. Raises BadGrammar."""
-    if found := first_wrong([(json.loads(part.schema), part.place) for part in grammar.parts]):
-        raise BadGrammar(*found)
-    return build_grammar(grammar, table, opened)
-
-
 def build_grammar(grammar: OutputGrammar, table: TokenTable, opened: bool) -> CompiledGrammar:
-    """Of schemas that schema_check.py has checked: it reports what is wrong, and bounds the time that takes."""
+    """Of schemas that schema_check.py has checked: it reports what is wrong, and bounds the time that takes.
+    opened: the prompt has begun a thought, which ends before the grammar begins. Raises BadGrammar."""
     from llguidance import LLMatcher
 
     matcher = LLMatcher(table.native, LLMatcher.grammar_from_lark(_lark(grammar, table, opened)), **options())

@@ -131,7 +131,7 @@ class TextEngine:
             listening.cancel()
 
     def close(self) -> None:
-        """Ends its threads and lets its cache go."""
+        """Ends its threads and frees its cache."""
         self.engine.stop("closed")
         with suppress(RuntimeError):  # the loop is closed already
             self._loop.call_soon_threadsafe(self._loop.stop)

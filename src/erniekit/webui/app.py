@@ -1,4 +1,4 @@
-"""`erniekit webui`: the page put together, guarded and served. Called by cli/main.py.
+"""`erniekit webui`: the page put together, guarded and served. Called by cli/commands.py.
 
 The page starts the same commands a person would type, as processes of their own; it holds no run inside.
 """

@@ -1,6 +1,6 @@
 """Chat leases: how long a chat model stays in memory - while a tab holds it and it is used, and never past the page.
 
-Used by pages/chat.py, which reports tabs and messages, and by app.py, which closes them all when the page stops.
+Used by the chat page, which reports tabs and messages, and by app.py, which closes them all when the page stops.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Recipe files: the shipped examples and those uploaded to the page, by the names the recipe picker shows.
 
-Used by pages/train.py. Only recipes of this list are read: a name from a browser is looked up, never opened as a path.
+Used by pages/recipe_source.py. Only recipes of this list are read: a name from a browser is looked up, never
+opened as a path.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Uploads that are kept: data files and recipes, in folders of the page; no file is ever replaced.
 
-Called by pages/train.py with files that gradio has received into its temporary folder; their names come from browsers.
+Called by pages/recipe_source.py with files that gradio has received into its temporary folder; their names
+come from browsers.
 """
 
 from __future__ import annotations

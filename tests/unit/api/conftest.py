@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from erniekit import registry
 from erniekit.demo.tiny import make_tiny_model
 
 KEYS = dict(
@@ -31,3 +34,18 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ERNIEKIT_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on sys.path that packages are installed into; what was imported from it is forgotten."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    known = set(sys.modules)
+    monkeypatch.syspath_prepend(folder)
+    registry._warn_clash.cache_clear()
+    yield folder
+    registry._all_plugins.cache_clear()
+    for name in set(sys.modules) - known:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(folder)):
+            del sys.modules[name]

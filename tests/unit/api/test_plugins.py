@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import erniekit
-from erniekit import registry
 from erniekit.cli.main import main
 from erniekit.config import load
 from erniekit.data.classification import class_rows, classes_in
@@ -23,6 +21,7 @@ from erniekit.errors import ConfigError, DataError, DeviceError
 from erniekit.loss_table import TOKEN_LOSSES
 from erniekit.models import MODELS
 from erniekit.track import TRACKERS
+from support.installed import install
 from support.jsonl import write_jsonl
 from support.sources import open_source
 
@@ -94,30 +93,6 @@ CHIP = """
 from erniekit.devices.cpu import count, make, present  # noqa: F401
 EVIDENCE = "a chip of the moon"
 """
-
-
-def install(folder: Path, name: str, entries: dict[str, str], **modules: str) -> None:
-    """A distribution as pip leaves it: its modules, and a dist-info folder."""
-    for module, text in modules.items():
-        (folder / f"{module}.py").write_text(text)
-    info = folder / f"{name.replace('-', '_')}-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("".join(f"[erniekit.{group}]\n{line}\n" for group, line in entries.items()))
-
-
-@pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    folder = tmp_path / "site"
-    folder.mkdir()
-    known = set(sys.modules)
-    monkeypatch.syspath_prepend(folder)
-    registry._warn_clash.cache_clear()
-    yield folder
-    registry._all_plugins.cache_clear()
-    for name in set(sys.modules) - known:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(folder)):
-            del sys.modules[name]
 
 
 def test_a_package_brings_a_model_a_format_a_loss_a_tracker_and_a_device_that_a_recipe_names(

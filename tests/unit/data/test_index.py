@@ -275,7 +275,7 @@ def test_an_unfinished_run_of_other_text_is_not_gone_on_with(tmp_path, job, monk
 
     path = write(tmp_path / "a.jsonl", [{"text": "river"}])
     with monkeypatch.context() as patch:
-        patch.setattr(index._Run, "_close_index", interrupted)
+        patch.setattr(index._IndexRun, "_close_index", interrupted)
         with pytest.raises(KeyboardInterrupt):
             index_text([path], tmp_path / "a", job)
     write(path, [{"text": "another"}, {"text": "text"}])

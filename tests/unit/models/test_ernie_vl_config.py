@@ -77,6 +77,26 @@ def test_a_flat_file_keeps_what_it_had_and_vllm_finds_its_lists() -> None:
     assert out["moe_num_experts"] == [64, 64]
     assert out["moe_layer_end_index"] == [29, 28]
     assert out["im_patch_id"] == 100295
+    assert out["rope_scaling"] == {"rope_type": "default", "mrope_section": [22, 22, 20]}, (
+        "else positions have one axis"
+    )
+
+
+@pytest.mark.parametrize("kind", ["default", "mrope"])
+def test_sections_of_the_rope_are_kept_as_a_release_names_them(kind: str) -> None:
+    given = {"type": kind, "mrope_section": [22, 22, 20]}
+    c = read(VL_28B, rope_scaling=given)
+    assert (c.mrope, c.rope_scaling) == ((22, 22, 20), None)
+    assert find(VL_28B).write_config(c, "hf", "bfloat16")["rope_scaling"] == given
+
+
+@pytest.mark.parametrize("layout", ["hf", "paddle", "hf_transformers", "hf_fused"])
+def test_scaled_positions_stay_scaled_in_every_form(layout: str) -> None:
+    nested = find(VL_28B).write_config(read(VL_28B), "hf_fused", "bfloat16")
+    nested["text_config"]["rope_parameters"] |= {"rope_type": "linear", "factor": 2.0}
+    told = read(find(VL_28B).write_config(read(nested), layout, "bfloat16")).rope_scaling
+    assert told is not None
+    assert (told["rope_type"], told["factor"]) == ("linear", 2.0)
 
 
 @pytest.mark.parametrize(

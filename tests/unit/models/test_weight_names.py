@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from erniekit.errors import ConfigError
 from erniekit.lora.projections import short_name_of
 from erniekit.models import MODELS, find
 from erniekit.models.names import grouped_qkv
@@ -224,3 +227,11 @@ def test_the_correction_bias_lives_elsewhere_in_fused_files():
         "hf_fused": "model.layers.1.mlp.gate.moe_statics.e_score_correction_bias",
         "paddle": "ernie.layers.1.mlp.moe_statics.e_score_correction_bias",
     }
+
+
+def test_a_family_without_a_paddle_layout_says_so():
+    spec = replace(MODELS.get("llama"), paddle_prefix="")
+    model, _ = model_and_entries("llama", "hf")
+    assert len(spec.entries(model.config, "hf")) > 0
+    with pytest.raises(ConfigError, match="have no Paddle layout"):
+        spec.entries(model.config, "paddle")

@@ -8,7 +8,8 @@ from torch import nn
 
 from erniekit.kernels.newton_schulz import orthogonalised
 from erniekit.optim.groups import make_groups
-from erniekit.optim.muon import Muon, MuonSettings, by_muon
+from erniekit.optim.muon import Muon, MuonSettings
+from erniekit.optim.muon_names import by_muon
 
 WIDTH = 24
 # our fused tensor -> the rows of its matrices; two experts of (10, 10)

@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from erniekit.models import MODELS
 from erniekit.models.config import DecoderConfig
 from erniekit.parallel import gradients
-from erniekit.parallel.apply import sharding_of
 from erniekit.parallel.gradients import GradientSync
 from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.sharding_table import sharding_of
 
 CONFIG = DecoderConfig(
     family="llama", rms_norm_eps=1e-5, rope_theta=1e4, rope_style="halves", max_positions=64, tie_word_embeddings=False,

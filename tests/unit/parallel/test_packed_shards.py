@@ -21,10 +21,11 @@ from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
 from erniekit.optim.schedule import Schedule
 from erniekit.parallel import compiled
-from erniekit.parallel.apply import SpreadOptions, parallelise, plain, sharding_of
+from erniekit.parallel.apply import SpreadOptions, parallelise
 from erniekit.parallel.gradients import local
 from erniekit.parallel.mesh import Layout, World, fit
 from erniekit.parallel.packed_shards import is_packed_bytes
+from erniekit.parallel.sharding_table import plain, sharding_of
 from erniekit.train.step import TrainStep
 from parity.test_expert_layouts import config
 from parity.test_layouts import micro_batches, whole_value

@@ -9,10 +9,10 @@ from erniekit.lora.inject import inject
 from erniekit.lora.settings import LoRASettings
 from erniekit.models import MODELS
 from erniekit.models.config import DecoderConfig, MoEShape
-from erniekit.parallel.apply import sharding_of
 from erniekit.parallel.mesh import Layout
 from erniekit.parallel.plan import head_share, share
 from erniekit.parallel.sharding import Sharding
+from erniekit.parallel.sharding_table import sharding_of
 
 LAYOUTS = [
     Layout(),

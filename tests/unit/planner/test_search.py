@@ -159,6 +159,17 @@ def test_a_search_of_128_cards_counts_few_tensors_and_calls_little() -> None:
     assert calls_of(lambda: smallest(one, here, 128)) < 600_000
 
 
+def test_a_layout_of_a_long_search_takes_few_calls() -> None:
+    """Thousands of layouts on 128 cards are to be counted in a second: a layout may take no object for every tensor."""
+    one = job("model_name_or_path=ERNIE-4.5-21B-A3B", "fine_tuning=LoRA", "max_seq_len=32768", packs=64)
+    here, found = site("16xA100-80G"), []
+    calls = calls_of(lambda: found.append(search(one, here, 16)))
+    (ranking,) = found
+    assert ranking.tried > 500
+    assert calls < 400 * ranking.tried
+    assert one.blocks.counted < ranking.tried
+
+
 def test_too_few_devices_for_the_weights_alone_are_not_searched() -> None:
     one, here = job(*ALL), site("8xA100-80G")
     held = least_bytes(one) / here.room

@@ -119,7 +119,7 @@ def test_what_was_done_before_an_interruption_is_kept_and_the_result_is_the_same
     moe, quantised, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quantised(moe, "w4a16", rows=1, compensate=False, out="whole")
-    real, calls = engine._Run._layer, []
+    real, calls = engine._Quantisation._layer, []
 
     def stopping(self, one, streams, number, done, advance):
         if number == 1 and not calls:
@@ -128,7 +128,9 @@ def test_what_was_done_before_an_interruption_is_kept_and_the_result_is_the_same
         assert done is (number == 0)
         return real(self, one, streams, number, done, advance)
 
-    monkeypatch.setattr(engine._Run, "_layer", lambda *a: real(*a) if a[3] == 0 and not calls else stopping(*a))
+    monkeypatch.setattr(
+        engine._Quantisation, "_layer", lambda *a: real(*a) if a[3] == 0 and not calls else stopping(*a)
+    )
     with pytest.raises(KeyboardInterrupt):
         quantised(moe, "w4a16", rows=1, compensate=False)
     assert [p.name for p in (tmp_path / ".erniekit-out.layers").iterdir()] == ["layer-00000"]
@@ -137,7 +139,7 @@ def test_what_was_done_before_an_interruption_is_kept_and_the_result_is_the_same
 
 
 def test_layers_of_other_settings_are_done_again(dense, quantised, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(engine._Run, "publish", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(engine._Quantisation, "publish", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         quantised(dense, "w8a16", rows=0)
     monkeypatch.undo()

@@ -69,6 +69,11 @@ def test_two_of_one_name_and_a_folder_without_an_adapter_are_refused(base: Path,
     with pytest.raises(ConfigError) as error:
         names(str(base), f"lora_modules=x={base}")
     assert "no adapter" in error.value.what
+    for entry in ("style", f"={adapters[0]}", f"default={adapters[0]}"):
+        with pytest.raises(ConfigError, match=r"an adapter cannot be called|is not a folder here") as error:
+            names(str(base), f"lora_modules={entry}")
+        assert error.value.where == "lora_modules"
+        assert "name=DIR" in error.value.fix
 
 
 def test_the_cache_holds_every_sequence_where_memory_allows_and_says_so_where_not(base: Path, monkeypatch, capsys):

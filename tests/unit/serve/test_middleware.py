@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from erniekit.serve import middleware
+from erniekit.serve.metrics import Metrics
 from erniekit.serve.request_error import RequestError
 from erniekit.serve.schema import ChatRequest, CompletionRequest, GenerationRequest
 from support.clock import within
@@ -35,11 +36,11 @@ BODIES: dict[str, tuple[type[GenerationRequest], bytes]] = {
 }
 
 
-def read(body: bytes, kind: type[GenerationRequest]) -> Any:
+def read(body: bytes, kind: type[GenerationRequest], **headers: str) -> Any:
     async def stream() -> AsyncIterator[bytes]:
         yield body
 
-    request: Any = SimpleNamespace(headers={"content-type": "application/json"}, stream=stream)
+    request: Any = SimpleNamespace(headers={"content-type": "application/json", **headers}, stream=stream)
     return asyncio.run(middleware.read_json(request, kind))
 
 
@@ -83,3 +84,36 @@ def test_a_key_that_is_given_twice_is_named(body: bytes):
     with pytest.raises(RequestError, match="`prompt` is given twice") as caught:
         read(body, CompletionRequest)
     assert (caught.value.status, caught.value.param) == (400, "prompt")
+
+
+@pytest.mark.parametrize("body", [b"[]", b'"text"', b"null", b"5"])
+def test_a_body_that_is_no_object_is_refused_in_plain_words(body: bytes):
+    with pytest.raises(RequestError, match="the body must be a JSON object") as caught:
+        read(body, ChatRequest)
+    assert caught.value.status == 400
+
+
+def test_a_compressed_body_is_refused_by_its_header():
+    with pytest.raises(RequestError, match="Content-Encoding") as caught:
+        read(b"\x1f\x8b\x08", ChatRequest, **{"content-encoding": "gzip"})
+    assert caught.value.status == 415
+    assert read(b'{"prompt":"a"}', CompletionRequest, **{"content-encoding": "identity"}).prompt == "a"
+
+
+def test_a_request_with_two_lengths_is_refused_and_its_connection_closed():
+    """One that a proxy ends elsewhere could carry the beginning of another client's request."""
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def answers(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("it was passed on")
+
+    headers = [(b"host", b"127.0.0.1"), (b"Content-Length", b"29"), (b"transfer-encoding", b"chunked")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "client": None}
+    app = middleware.Middleware(answers, None, Metrics(), frozenset())
+    asyncio.run(app(scope, None, send))  # type: ignore[arg-type]
+    assert sent[0]["status"] == 400
+    assert (b"connection", b"close") in [(name.lower(), value) for name, value in sent[0]["headers"]]
+    assert b"not both" in sent[1]["body"]

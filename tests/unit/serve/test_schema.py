@@ -9,7 +9,7 @@ from annotated_types import Ge, Le, Lt
 from pydantic import ValidationError
 
 from erniekit.config.flat import KEYS
-from erniekit.serve.schema import MAX_COMPLETIONS, ChatRequest, CompletionRequest, GenerationRequest
+from erniekit.serve.schema import MAX_COMPLETIONS, ChatRequest, CompletionRequest, EmbeddingRequest, GenerationRequest
 
 ASK = [{"role": "user", "content": "hi"}]
 
@@ -56,3 +56,44 @@ def test_a_request_has_so_many_answers_at_most_over_all_its_prompts():
         assert first["loc"] == ("prompt",)
         assert f"{len(prompt) * 8} answers" in first["msg"]
         assert str(MAX_COMPLETIONS) in first["msg"]
+
+
+IDS = "a token id is a whole number from 0 on"
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (["a"] * 257, "257 items are too many for one request; the limit is"),
+        ([-1], f"item 0 is -1; {IDS}"),
+        ([5, True], f"item 1 is bool; {IDS}"),
+        ([5, 2**31], f"item 1 is 2147483648; {IDS}"),
+        ([5, "a"], f"item 1 is str; {IDS}"),
+        (["a", [5, 6.5]], f"item 1 of item 1 is 6.5; {IDS}"),
+    ],
+)
+def test_a_prompt_that_is_none_is_refused_for_what_is_wrong_with_it(value: Any, message: str):
+    for kind, name in ((CompletionRequest, "prompt"), (EmbeddingRequest, "input")):
+        with pytest.raises(ValidationError) as error:
+            kind(**{name: value})
+        (first,) = error.value.errors()
+        assert first["loc"] == (name,)
+        assert message in first["msg"]
+
+
+@pytest.mark.parametrize(
+    ("stop", "message"),
+    [
+        (["a"] * 9, "9 strings are too many; the limit is 8"),
+        ([5], "a string or a list of strings is needed; stop_token_ids takes token ids"),
+        (5, "a string or a list of strings is needed; stop_token_ids takes token ids"),
+        (["a", "x" * 65], "a string of 65 characters is too long; the limit is 64"),
+    ],
+)
+def test_stop_strings_are_refused_for_what_is_wrong_with_them(stop: Any, message: str):
+    with pytest.raises(ValidationError) as error:
+        ChatRequest(messages=ASK, stop=stop)
+    (first,) = error.value.errors()
+    assert (first["loc"], message in first["msg"]) == (("stop",), True)
+    for fine in (None, "", "a", [], [""], ["a"] * 8, "x" * 64):
+        assert ChatRequest(messages=ASK, stop=fine).stop == fine

@@ -20,7 +20,8 @@ from erniekit.serve.engines.embedded import EmbeddedEngine, EngineLimits
 from erniekit.serve.engines.paged import PagedCache
 from erniekit.serve.output_grammar import OutputGrammar, output_grammar
 from erniekit.serve.schema import ChatRequest
-from erniekit.serve.structured import BadGrammar, CompiledGrammar, TokenTable, compile_grammar
+from erniekit.serve.schema_check import first_wrong
+from erniekit.serve.structured import BadGrammar, CompiledGrammar, TokenTable, build_grammar
 from support.engine_jobs import answers, prompts
 
 PERSON = {
@@ -56,6 +57,13 @@ def grammar_of(**fields: Any) -> OutputGrammar:
 
 def of_schema(schema: Any) -> OutputGrammar:
     return grammar_of(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
+
+
+def compile_grammar(grammar: OutputGrammar, table: TokenTable, opened: bool) -> CompiledGrammar:
+    """Checked and built, as grammar_work.py does it in a process of its own."""
+    if found := first_wrong([(json.loads(part.schema), part.place) for part in grammar.parts]):
+        raise BadGrammar(*found)
+    return build_grammar(grammar, table, opened)
 
 
 def takes(small: Found, compiled: CompiledGrammar, text: str) -> bool:

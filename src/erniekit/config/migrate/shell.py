@@ -85,7 +85,7 @@ class _Reader:
         return out, is_open
 
     def expansion(self) -> tuple[str, bool]:
-        """What $name, ${name}, ${name:-text}, $(...) or `...` stands for; as written where nobody said."""
+        """What $name, ${name}, ${name:-text}, $(...) or `...` expands to; as written where its value is not known."""
         start = self.at
         if self.take() == "`":
             while self.peek() and self.peek() != "`":

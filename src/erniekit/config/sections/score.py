@@ -1,4 +1,4 @@
-"""Models that score a sequence: rewards and classes. Read by recipes/reward.py and classify.py."""
+"""Models that score a sequence: rewards and classes. Read by recipes/reward.py and score_heads.py."""
 
 from __future__ import annotations
 

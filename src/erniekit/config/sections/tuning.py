@@ -1,4 +1,4 @@
-"""Which weights a full run trains, and noise on embeddings. Read by recipes/build.py and run_plan.py."""
+"""Which weights a full run trains, and noise on embeddings. Read by recipes/trained_weights.py and datasets.py."""
 
 from __future__ import annotations
 

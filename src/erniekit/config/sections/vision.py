@@ -1,5 +1,5 @@
-"""Images and video: what is read of them, how large, which parts are trained. Read by recipes/vision_data.py, build.py
-and optimiser.py; keys marked `later` are of parts that this version does not have."""
+"""Images and video: what is read of them, how large, which parts are trained. Read by recipes/vision_data.py,
+vision_features.py and optimiser.py; keys marked `later` are of parts that this version does not have."""
 
 from __future__ import annotations
 

@@ -248,7 +248,7 @@ def _parquet(stored: IO[bytes], path: str) -> Iterator[tuple[int, Raw]]:
 
 
 class _Window:
-    """The part of a text stream in view: `text` from `at` on. `more` doubles it; consumed text is let go."""
+    """The part of a text stream in view: `text` from `at` on. `more` doubles it; consumed text is freed."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream

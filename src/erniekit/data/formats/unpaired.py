@@ -1,6 +1,7 @@
 """Rows of one answer with a verdict, for stage KTO: `prompt` and `completion`, or any conversation, and `label`.
 
-Called by data/unpaired_source.py. A preference row gives two: its chosen answer is desirable, its rejected one is not.
+In the table of data/formats, for data/unpaired_source.py. A preference row gives two: its chosen
+answer is desirable, its rejected one is not.
 """
 
 from __future__ import annotations

@@ -239,7 +239,7 @@ class VisionSource(TokenSource):
 
     @property
     def fingerprint(self) -> str:
-        """The folder's name does not know what media hold."""
+        """The folder's name says nothing of what media hold."""
         return f"{self.folder.name}-{self._media_digest}"
 
     def sample(self, index: int) -> Sample:

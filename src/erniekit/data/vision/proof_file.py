@@ -1,7 +1,7 @@
 """A checkpoint's proof of preprocessing: a few rows of its run with their pictures, the rules, and the digests of what
 each stage made of them. `check` computes them again and names the first stage that differs.
 
-Written by vl_sft.py with every checkpoint; read by export and eval, and by whatever serves the model.
+Written by recipes/vision_data.py with every checkpoint; read by export and eval, and by whatever serves the model.
 """
 
 from __future__ import annotations

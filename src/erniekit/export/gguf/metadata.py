@@ -13,9 +13,14 @@ ARCHITECTURES = {"ernie4_5": "ernie4_5", "ernie4_5_moe": "ernie4_5-moe", "llama"
 
 def check_expressible(c: DecoderConfig, where: str) -> None:
     """Raises for a model that llama.cpp would refuse, or load and compute something else with."""
-    if reason := _inexpressible(c):
+    problem = ""
+    if c.family not in ARCHITECTURES:
+        problem = f"this model is of family {c.family}; erniekit writes GGUF files of {', '.join(ARCHITECTURES)}"
+    elif reason := _inexpressible(c):
+        problem = f"llama.cpp cannot compute this model: {reason}"
+    if problem:
         raise CheckpointError(
-            f"llama.cpp cannot compute this model: {reason}",
+            problem,
             where=where,
             fix="export it with format=safetensors, for transformers, vLLM and `erniekit server`",
         )
@@ -26,8 +31,6 @@ def check_expressible(c: DecoderConfig, where: str) -> None:
 
 
 def _inexpressible(c: DecoderConfig) -> str:
-    if c.family not in ARCHITECTURES:
-        return f"it knows no {c.family}"
     if c.head_bias:
         return "its head has a bias"
     if c.family != "llama" and (c.attention_bias or c.mlp_bias):

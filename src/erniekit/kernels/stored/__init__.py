@@ -6,10 +6,15 @@ is.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import torch
+
 from erniekit.kernels.stored.base import Agree, Stored, WeightKind
 from erniekit.kernels.stored.plain import Plain
 from erniekit.weight_kinds import PLAIN, WEIGHT_KINDS
 
+_WIDTH = 4096  # a multiple of every kind's group
 _LOADED: dict[str, WeightKind] = {PLAIN: Plain()}
 
 
@@ -29,4 +34,17 @@ def add_kind(kind: WeightKind) -> str:
     return _LOADED.setdefault(kind.name, kind).name
 
 
-__all__ = ["PLAIN", "Agree", "Stored", "WeightKind", "add_kind", "kind_named", "kind_of"]
+@lru_cache
+def bits_of(name: str) -> float:
+    """Bits of a weight of a kind, scales of groups included, those of rows not: two rows of different lengths are
+    packed and compared."""
+    short, long = (_bytes_of_row(kind_named(name), width) for width in (_WIDTH, 2 * _WIDTH))
+    return 8 * (long - short) / _WIDTH
+
+
+def _bytes_of_row(kind: WeightKind, width: int) -> int:
+    packed = kind.pack(torch.zeros(1, width, dtype=torch.bfloat16))
+    return sum(t.nbytes for t in packed[:3] if t is not None)
+
+
+__all__ = ["PLAIN", "Agree", "Stored", "WeightKind", "add_kind", "bits_of", "kind_named", "kind_of"]

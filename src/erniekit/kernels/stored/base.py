@@ -73,7 +73,8 @@ class WeightKind:
         raise NotImplementedError
 
     def shape(self, weight: Stored) -> tuple[int, int]:
-        """(out, in), of one expert. Also of tensors without memory."""
+        """(out, in), of one expert. Also of tensors without memory. The default is for a `data` with one number for
+        each of the weight's: a kind that puts several columns into one overrides it."""
         return weight.data.shape[-2], weight.data.shape[-1]
 
     # --- products; `turned` ones are with the transpose, as gradients need them ---

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from erniekit.kernels import integers
-from erniekit.kernels.available import has_triton
+from erniekit.kernels.available import runs_triton
 from erniekit.kernels.nibbles import pack_signed, unpack_signed
 from erniekit.kernels.stored.base import Agree, Stored, WeightKind
 from erniekit.kernels.stored.fp8 import MultipliedInFp8
@@ -36,7 +36,7 @@ class Int4(WeightKind):
 
     def unpack(self, weight: Stored, dtype: torch.dtype) -> torch.Tensor:
         assert weight.scale is not None
-        if weight.data.is_cuda and has_triton():
+        if runs_triton(weight.data):
             from erniekit.kernels.triton import four_bit
 
             return four_bit.unpacked(weight.data, "int4", weight.scale, dtype)
@@ -53,14 +53,14 @@ class Int4InFp8(MultipliedInFp8, Int4):
         return Int4.fits(self, out, width) and MultipliedInFp8.fits(self, out, width)
 
     def image(self, weight: Stored) -> torch.Tensor:
-        if weight.data.is_cuda and has_triton():
+        if runs_triton(weight.data):
             from erniekit.kernels.triton import four_bit
 
             return four_bit.unpacked(weight.data, "int4", None, torch.float8_e4m3fn)
         return unpack_signed(weight.data).to(torch.float8_e4m3fn)
 
     def turned_image(self, weight: Stored) -> torch.Tensor:
-        if weight.data.is_cuda and has_triton():
+        if runs_triton(weight.data):
             from erniekit.kernels.triton import four_bit
 
             return four_bit.unpacked(weight.data, "int4", None, torch.float8_e4m3fn, turned=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from erniekit.kernels import integers
-from erniekit.kernels.available import has_triton
+from erniekit.kernels.available import runs_triton
 from erniekit.kernels.nibbles import pack_signed, unpack_signed
 from erniekit.kernels.stored.base import Agree, Stored, WeightKind
 
@@ -38,7 +38,7 @@ class Int4Group(WeightKind):
 
     def unpack(self, weight: Stored, dtype: torch.dtype) -> torch.Tensor:
         assert weight.scale is not None
-        if weight.data.is_cuda and has_triton():
+        if runs_triton(weight.data):
             from erniekit.kernels.triton import four_bit
 
             return four_bit.unpacked(weight.data, "int4", weight.scale, dtype)

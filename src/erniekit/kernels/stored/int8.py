@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from erniekit.kernels import integers
-from erniekit.kernels.available import has_triton
+from erniekit.kernels.available import runs_triton
 from erniekit.kernels.stored.base import Agree, Stored, WeightKind
 
 HIGHEST = 127
@@ -26,7 +26,7 @@ class Int8(WeightKind):
 
     def unpack(self, weight: Stored, dtype: torch.dtype) -> torch.Tensor:
         assert weight.scale is not None
-        if weight.data.is_cuda and has_triton():
+        if runs_triton(weight.data):
             from erniekit.kernels.triton import eight_bit
 
             return eight_bit.unpacked(weight.data.contiguous(), weight.scale.contiguous(), dtype)

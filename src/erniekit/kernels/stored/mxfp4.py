@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from erniekit.kernels import mxfp4
-from erniekit.kernels.available import has_triton
+from erniekit.kernels.available import runs_triton
 from erniekit.kernels.stored.base import Agree, Stored, WeightKind
 from erniekit.kernels.stored.fp8 import MultipliedInFp8
 
@@ -31,7 +31,7 @@ class Mxfp4(WeightKind):
 
     def unpack(self, weight: Stored, dtype: torch.dtype) -> torch.Tensor:
         assert weight.scale is not None
-        if weight.data.is_cuda and has_triton():
+        if runs_triton(weight.data):
             from erniekit.kernels.triton import four_bit
 
             return four_bit.unpacked(weight.data, "e2m1", weight.scale, dtype)
@@ -64,7 +64,7 @@ class Mxfp4InFp8(MultipliedInFp8, Mxfp4):
     def image(self, weight: Stored) -> torch.Tensor:
         assert weight.scale is not None
         assert weight.extra is not None
-        if weight.data.is_cuda and has_triton():
+        if runs_triton(weight.data):
             from erniekit.kernels.triton import four_bit
 
             return four_bit.unpacked(weight.data, "e2m1", weight.scale, torch.float8_e4m3fn, weight.extra)
@@ -72,7 +72,7 @@ class Mxfp4InFp8(MultipliedInFp8, Mxfp4):
         return mxfp4.decode(weight.data, above, torch.float32).to(torch.float8_e4m3fn)
 
     def turned_image(self, weight: Stored) -> torch.Tensor:
-        if weight.data.is_cuda and has_triton():
+        if runs_triton(weight.data):
             from erniekit.kernels.triton import four_bit
 
             fp8 = torch.float8_e4m3fn

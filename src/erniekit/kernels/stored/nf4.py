@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from erniekit.kernels import integers, nf4
-from erniekit.kernels.available import has_triton
+from erniekit.kernels.available import runs_triton
 from erniekit.kernels.stored.base import Agree, Stored, WeightKind
 
 
@@ -34,7 +34,7 @@ class Nf4(WeightKind):
         assert weight.scale is not None
         assert weight.extra is not None
         absmax = nf4.dynamic_values(weight.scale, signed=False) * weight.extra
-        if weight.data.is_cuda and has_triton():
+        if runs_triton(weight.data):
             from erniekit.kernels.triton import four_bit
 
             return four_bit.unpacked(weight.data, "nf4", absmax, dtype)

@@ -6,7 +6,7 @@ B batch, L length, H hidden, V vocab.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from erniekit.kernels.cross_entropy import CHUNK
 from erniekit.kernels.embedding_noise import with_noise
 from erniekit.kernels.packed_attention import for_kernel
 from erniekit.kernels.rope import cos_sin, cos_sin_of_axes, inverse_frequencies
+from erniekit.model_contract import OutputHead, TokenEmbedding
 from erniekit.models.config import DecoderConfig
 from erniekit.models.layers.attention import Attention, Context, InnerAttention
 from erniekit.models.layers.head import LocalHead
@@ -89,7 +90,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.length_step = 1  # of text and vision tokens; more where layers are recorded (parallel/cuda_graphs.py)
-        self.embedding: nn.Module = LocalEmbedding()
+        self.embedding: TokenEmbedding = LocalEmbedding()
         self.embed = _embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -100,7 +101,7 @@ class Decoder(nn.Module):
             self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
         elif config.head_bias:
             self.head_bias = nn.Parameter(torch.zeros(config.vocab_size))
-        self.output = LocalHead()
+        self.output: OutputHead = LocalHead()
         self.row_slice = (0, 1)  # which slice of every row is here, of how many (sequence parallelism)
         self.first = self.last = True  # a pipeline stage may be neither
         self.mtp_weight = 0.0  # of the losses further ahead; 0: those layers rest
@@ -141,6 +142,11 @@ class Decoder(nn.Module):
         if not self.config.head_bias or self.config.labels:
             return None
         return self.head_bias if self.config.tie_word_embeddings else self.head.bias
+
+    def head_logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """[..., H] behind the model's norm -> [..., V], of a model with a score head [..., labels]."""
+        logits: torch.Tensor = self.output.logits(normed, self.head_weight(), self.head_bias_or_none())
+        return logits
 
     def context(
         self,
@@ -184,10 +190,10 @@ class Decoder(nn.Module):
             if ctx.record is None:
                 x_BLH = layer(x_BLH, ctx)
                 continue
-            # A sheet of its own: compiled layers are one program, which has no layer's number.
-            sheet: dict[str, Any] = {}
-            x_BLH = layer(x_BLH, ctx._replace(record=sheet))
-            ctx.record.update({(name, number): value for name, value in sheet.items()})
+            # A record of its own: compiled layers are one program, which has no layer's number.
+            own: dict[str, Any] = {}
+            x_BLH = layer(x_BLH, ctx._replace(record=own))
+            ctx.record.update({(name, number): value for name, value in own.items()})
         return x_BLH
 
     def forward(
@@ -218,10 +224,11 @@ class Decoder(nn.Module):
         x_BLH = self.run_layers(x_BLH, ctx)
         if not self.last:
             return x_BLH
-        h_BLH, weight, bias = self.norm(x_BLH), self.head_weight(), self.head_bias_or_none()
+        h_BLH = self.norm(x_BLH)
         if labels is None:
-            return self.output.logits(h_BLH, weight, bias)
+            return self.head_logits(h_BLH)
         if per_token:
+            weight, bias = self.head_weight(), self.head_bias_or_none()
             count = None if more is None else more.trained
             return self.output.token_losses(h_BLH, weight, labels, bias, ignore, chunk, count)
         loss = self.answers_loss(h_BLH, labels, ignore, chunk, scale, ctx, more)
@@ -258,3 +265,13 @@ class Decoder(nn.Module):
                 ctx.record["mtp_loss", depth] = (recorded, (labels != ignore).sum())
             total = total + loss
         return total * share if inner is None else total
+
+
+if TYPE_CHECKING:  # the contract, checked where it is kept
+    from erniekit.model_contract import DecoderBlock, SpreadModel
+
+    def _block(layer: DecoderLayer) -> DecoderBlock:
+        return layer
+
+    def _model(model: Decoder) -> SpreadModel:
+        return model

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from erniekit.errors import ConfigError
 from erniekit.kernels.linear import linear
 from erniekit.kernels.stored import PLAIN, Agree, Stored, kind_named
 from erniekit.kernels.stored.base import SLOTS
@@ -66,7 +67,14 @@ class HoldsWeight(nn.Module):
     def pack(self, plain: torch.Tensor, agree: Agree | None = None) -> None:
         """plain [rows, in]. The packed tensors are buffers outside of state dicts: what saves or fills a model's
         weights does not meet them."""
-        packed = kind_named(self.kind).pack(plain, agree)
+        kind = kind_named(self.kind)
+        packed = kind.pack(plain, agree)
+        if kind.shape(packed) != plain.shape:  # of a kind that another package brings
+            raise ConfigError(
+                f"kind of weights {kind.name!r} packs a weight of {tuple(plain.shape)} as one of {kind.shape(packed)}",
+                where=f"{type(kind).__module__}.{type(kind).__name__}",
+                fix="let its shape() say (out, in) of what its pack() returns (docs/kernels.md)",
+            )
         self.kind = packed.kind  # a kind may find that these numbers need a related one
         for slot in SLOTS:
             self.register_buffer(f"packed_{slot}", getattr(packed, slot), persistent=False)

@@ -6,7 +6,7 @@ Single device; parallel/ swaps `exchange`, losses/ puts `balance` in. B batch, L
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -34,6 +34,11 @@ class NoBalance(nn.Module):
 
 
 class MoE(nn.Module):
+    """An ExpertBlock of model_contract.py, and its own ExpertBank."""
+
+    correction: nn.Module | None = None  # one router: its bias is its own
+    piece = (0, 1)  # of a row: whole or not, its tokens take the same way
+
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
         moe = config.moe
@@ -55,3 +60,13 @@ class MoE(nn.Module):
         y_TH = self.exchange(x_TH, routing, self.experts, self.router.experts)
         y_BLH: torch.Tensor = self.balance(y_TH.view_as(x_BLH), routing, self.router, ctx)
         return y_BLH if self.shared is None else y_BLH + self.shared(x_BLH)
+
+
+if TYPE_CHECKING:  # the contract, checked where it is kept
+    from erniekit.model_contract import ExpertBank, ExpertBlock
+
+    def _block(layer: MoE) -> ExpertBlock:
+        return layer
+
+    def _bank(layer: MoE) -> ExpertBank:
+        return layer

@@ -6,7 +6,7 @@ B batch, L length, H hidden, V vision tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -154,3 +154,10 @@ class SeeingDecoder(Decoder):
         if not torch.is_grad_enabled():
             return False
         return any(p.requires_grad for part in (self.tower, self.resampler) for p in part.parameters())
+
+
+if TYPE_CHECKING:  # the contract, checked where it is kept
+    from erniekit.model_contract import SeeingModel
+
+    def _model(model: SeeingDecoder) -> SeeingModel:
+        return model

@@ -6,7 +6,7 @@ An engine handles token ids and image patches: detokenizing, stop strings and Op
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -88,6 +88,9 @@ class GenerationJob:
     grammar: Grammar | None = field(default=None, compare=False)  # what the answer must be
     pooling: Pooling | None = None  # the pooled states of the prompt are requested, and no token
     salt: str = ""  # prefixes are shared only between jobs with the same salt
+    # Of an answer that is delivered as a whole (exact_logprobs.py): a function for each sequence that is given its
+    # tokens one by one, and is true at the one that ends its text. Elsewhere the listener cancels what it has read.
+    text_end: Callable[[], Callable[[int], bool]] | None = field(default=None, compare=False)
 
     @property
     def prefix_key(self) -> str:

@@ -28,14 +28,15 @@ from erniekit.serve.engines.base import (
     Load,
     ModelRemoved,
     QueueFull,
-    SamplingParams,
     Token,
     TokenStream,
 )
 from erniekit.serve.engines.delivery import SequenceEvent, deliver, put
 from erniekit.serve.engines.exact_logprobs import hold_back
+from erniekit.serve.engines.flat_layers import why_not
 from erniekit.serve.engines.launched import LaunchedStep
-from erniekit.serve.engines.model_changes import ModelChanges
+from erniekit.serve.engines.model_changes import ComingModel, ModelChanges, ModelRefused
+from erniekit.serve.engines.open_streams import OpenStreams
 from erniekit.serve.engines.outcome import take_states, take_tokens
 from erniekit.serve.engines.paged import PagedCache, SequencePiece
 from erniekit.serve.engines.plain_step import PlainSteps, remove_expert_capacity
@@ -74,7 +75,7 @@ class EmbeddedEngine(SequenceScheduler):
         self.recorded = self._recordable()
         self._changes = ModelChanges()
         self._accepted = set(models)  # models that sequences may be submitted for
-        self._streams: dict[TokenStream, list[RunningSequence]] = {}
+        self._streams = OpenStreams()
         self._lock = threading.Condition()
         self._stopping: str | None = None
         self._steps = self._faults = self._proposed = self._held = 0
@@ -117,20 +118,17 @@ class EmbeddedEngine(SequenceScheduler):
             if not self._waiting.accepts(stream, self._running, self.limits.sequences):
                 raise QueueFull
             self._waiting.add(runs)
-            self._streams[stream] = runs
+            self._streams.add(stream, runs)
             self._lock.notify()
         return stream
 
     def cancel(self, stream: TokenStream, number: int | None = None) -> None:
         with self._lock:
-            for run in self._streams.get(stream, ()):
-                run.gone = run.gone or number is None or run.number == number
-            self._forget(stream)
+            for run in self._streams.open_runs(stream, number):
+                self._streams.end(run)
+                if run not in self._running:
+                    self._waiting.leaving = True
             self._lock.notify()
-
-    def _forget(self, stream: TokenStream) -> None:
-        if all(run.gone for run in self._streams.get(stream, ())):
-            self._streams.pop(stream, None)
 
     def load(self) -> Load:
         with self._lock:
@@ -163,7 +161,7 @@ class EmbeddedEngine(SequenceScheduler):
         message = "the engine has ended"
         try:
             with torch.inference_mode():
-                self._record()
+                self._record_or_warn(self.recorded)
                 while self._wait():
                     self._step()
             message = self._stopping or message
@@ -174,8 +172,7 @@ class EmbeddedEngine(SequenceScheduler):
             with self._lock:
                 self._stopping = message
                 self._changes.fail(message)
-                left = [run for runs in self._streams.values() for run in runs if not run.gone]
-                self._streams.clear()
+                left = self._streams.end_all()
                 self._running.clear()
                 self._waiting.clear()
             deliver([(run, Done("error", message)) for run in left])
@@ -195,14 +192,15 @@ class EmbeddedEngine(SequenceScheduler):
             return False
 
     def _used(self) -> set[str]:
-        """Models that have sequences."""
-        return {run.job.model for runs in self._streams.values() for run in runs if not run.gone}
+        """Models that have sequences; one that was cancelled has its place until the next `_wait`."""
+        return self._streams.models() | {run.job.model for run in self._running}
 
     def _change_models(self) -> list[SequenceEvent]:
         """Those that come and go. What is launched is read first, and running sequences go on in the new steps."""
         with self._lock:
             if not self._changes.due(self._used()):
                 return []
+            self._waiting.drop_gone()  # cancelled since: their models may go now
             coming, gone = self._changes.take(self._used())
         events: list[SequenceEvent] = []
         while self._launched:
@@ -212,38 +210,60 @@ class EmbeddedEngine(SequenceScheduler):
             self.plain.add(name, model)
         for name in gone:
             self.plain.remove(name)
-        if self.recorded is not None:
-            for run in self._running:
-                self.recorded.leave(run)
-                run.cached = min(run.cached, len(run.ids) - 1)
-            self.recorded = None  # its graphs' memory is the new ones'
-            self.recorded = self._recordable()
-            self._record()
+        refused = self._renew_steps(coming)
+        with self._lock:
+            self._accepted.update(name for name, _, _ in coming if not refused and name not in self._changes.going)
+        for _, _, done in coming:
+            done.set_exception(ModelRefused(refused)) if refused else done.set_result(None)
+        return events
+
+    def _renew_steps(self, coming: Sequence[ComingModel]) -> str:
+        """New recorded steps for a new set of models. Without those that come where that fails, such as for too little
+        memory; why is returned then."""
+        if self.recorded is None:
+            return ""
+        for run in self._running:
+            self.recorded.leave(run)
+            run.cached = min(run.cached, len(run.ids) - 1)
+        refused = self._record() if coming else ""
+        for name, _, _ in coming if refused else ():
+            self.plain.remove(name)
+        if refused or not coming:
+            self._record_or_warn()
         if self.recorded is not None:
             for run in self._running:
                 self.recorded.join(run)
-        with self._lock:
-            self._accepted.update(name for name, _, _ in coming if name not in self._changes.going)
-        for _, _, done in coming:
-            done.set_result(None)
-        return events
+        return refused
 
     def _recordable(self) -> RecordedSteps | None:
         if self.steps_on is None:
             return None
+        for model in self.models.values():
+            if (reason := why_not(model)) is not None:
+                warn(f"steps are not recorded, answers will be slow: {reason}")
+                return None
         limits = self.limits
         sizes = (limits.sequences, limits.tokens, limits.length, limits.burst, limits.proposals)
         return RecordedSteps(self.models, self.cache, self.steps_on, *sizes)
 
-    def _record(self) -> None:
-        """Before the first request; a device that cannot after all computes as one that never could."""
-        if self.recorded is None:
-            return
+    def _record(self, made: RecordedSteps | None = None) -> str:
+        """Everything these steps replay, or that of new ones; why there is nothing recorded."""
         try:
-            self.recorded.record_all()
-        except Exception as error:
-            warn(f"steps are not recorded, answers will be slow: {type(error).__name__}: {error}"[:400])
+            if made is None:
+                self.recorded = None  # its graphs' memory is the new ones'
+                made = self._recordable()
+            if made is not None:
+                made.record_all()
+            self.recorded = made
+            return ""
+        except Exception as error:  # not kept: its frames hold memory
             self.recorded = None
+            return f"{type(error).__name__}: {error}"[:300]
+
+    def _record_or_warn(self, made: RecordedSteps | None = None) -> None:
+        """A device that cannot record after all computes as one that never could."""
+        if problem := self._record(made):
+            warn(f"steps are not recorded, answers will be slow: {problem}")
 
     def _step(self) -> None:
         events = self._change_models()
@@ -285,9 +305,8 @@ class EmbeddedEngine(SequenceScheduler):
             current = [(run, event) for run, event in events if not run.gone]
             for run, event in current:
                 if isinstance(event, Done):
-                    run.gone = True
+                    self._streams.end(run)
                     self._leave(run)
-                    self._forget(run.stream)
         return current
 
     def _guarded(
@@ -326,20 +345,9 @@ class EmbeddedEngine(SequenceScheduler):
 
     def _probe(self, *names: str) -> bool:
         """Whether a single plain token works, with each of these models."""
-        table: list[int] = []
-        if not self.cache.grow(table, 1):
-            return False
-        job = GenerationJob((0,), "", SamplingParams(1, temperature=0), frozenset(), 1)
-        try:
-            for name in names:
-                probe = sequences_of(TokenStream((job,)))[0]
-                self._forward(name, [(probe, SequencePiece(probe.ids, 0, 1, table))])
-            return True
-        except Exception as error:
-            self._fault = f"{type(error).__name__}: {error}"
-            return False
-        finally:
-            self.cache.release(table)
+        problem = self.plain.probe(names, propose=self.recorded is None)
+        self._fault = problem or self._fault
+        return problem is None
 
     def _forward(self, name: str, group: list[Planned]) -> list[list[Token | None]]:
         return self.plain.run(name, group, propose=self.recorded is None)

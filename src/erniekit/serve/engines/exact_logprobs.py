@@ -18,7 +18,7 @@ import torch
 
 from erniekit.log import warn
 from erniekit.models.layers.attention import InnerAttention
-from erniekit.serve.engines.base import Done, Token
+from erniekit.serve.engines.base import Done, Event, Token
 from erniekit.serve.engines.delivery import SequenceEvent
 from erniekit.serve.engines.sequence import RunningSequence
 
@@ -29,21 +29,32 @@ def hold_back(
     model: Any, run: RunningSequence, events: list[SequenceEvent], sampled: Sequence[Token | None]
 ) -> list[SequenceEvent]:
     """events: of the tokens that were sampled. None until the answer has ended; then all of it."""
-    run.held += [event for _, event in events if isinstance(event, Token)]
-    done = next((event for _, event in events if isinstance(event, Done)), None)
-    if done is None:
-        return []
-    if done.reason == "error" or not run.held:
-        return [(run, done)]
-    # A row of training has the token that ended the answer as its last label.
-    stop = sampled[len(events) - 1] if done.reason == "stop" else None
-    row = [*run.ids, *([] if stop is None else [stop.id])]
     try:
+        done, stop = _taken(run, [event for _, event in events], sampled)
+        if done is None:
+            return []
+        if done.reason == "error" or not run.held:
+            return [(run, done)]
+        row = [*run.job.prompt, *(token.id for token in run.held), *([] if stop is None else [stop.id])]
         exact = training_logprobs(model, row, len(run.job.prompt)).tolist()
     except Exception as error:  # of one request, such as too little memory for a long answer
         warn(f"log-probabilities failed in the engine: {type(error).__name__}: {error}"[:400])
         return [(run, Done("error", "the engine failed on the log-probabilities of this request"))]
     return [*((run, _with(token, value)) for token, value in zip(run.held, exact)), (run, done)]
+
+
+def _taken(
+    run: RunningSequence, events: Sequence[Event], sampled: Sequence[Token | None]
+) -> tuple[Done | None, Token | None]:
+    """Holds the tokens back, up to the one that ends the text; the end if it has come, and the token that was it, which
+    a row of training has as its last label."""
+    done = next((event for event in events if isinstance(event, Done)), None)
+    for event in events:
+        if isinstance(event, Token):
+            run.held.append(event)
+            if run.ends_text is not None and run.ends_text(event.id):
+                return Done("stop"), None
+    return done, sampled[len(events) - 1] if done is not None and done.reason == "stop" else None
 
 
 def _with(token: Token, logprob: float) -> Token:

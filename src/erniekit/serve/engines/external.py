@@ -27,6 +27,7 @@ from erniekit.net.address import announce
 from erniekit.net.listen import bind
 from erniekit.serve.engines import EXTERNAL, supervisor
 from erniekit.serve.engines.engine_program import DTYPES, EngineProgram, Target
+from erniekit.serve.engines.vllm import check_vision
 
 STARTED_LENGTH = 2048  # of the context where max_model_len is not given: these engines reserve memory for all of it
 KILL_S = 10.0  # after the grace period, for processes that do not react
@@ -84,12 +85,8 @@ def make_target(cfg: RunConfig, program: EngineProgram, key: str | None) -> Targ
             where=str(foreign),
             fix="erniekit export ... save_format=hf first",
         )
-    if program.name == "vllm" and weights.config.vision is not None and weights.config.raw_layout == "nested":
-        raise ConfigError(
-            "vllm reads a vision-language model in the layout of its releases, not in transformers'",
-            where=str(weights.path),
-            fix="erniekit export ... save_format=hf first",
-        )
+    if program.name == "vllm" and weights.config.vision is not None:
+        check_vision(weights.path, weights.config, cfg.serve.engine_args)
     for path in named.values():  # the engine loads them: only the files can be looked at here
         check_files(path, weights.path, cfg.lora.override_base)
     meta = weights.meta()

@@ -1,7 +1,8 @@
-"""The queue of sequences, and which is next: first by client, then by request. Used by embedded.py, under its lock.
+"""The queue of sequences, and which is next: first by client, then by request. Used by scheduling.py.
 
-Max-min fair: the client with the fewest running sequences is next, then its request with the fewest; among equals the
-one served longest ago. A request of many sequences therefore delays others by no more than its fair share does.
+Every call is under the engine's lock. Max-min fair: the client with the fewest running sequences is next, then its
+request with the fewest; among equals the one served longest ago. A request of many sequences therefore
+delays others by no more than its fair share does.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ class FairQueue:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
+        self.leaving = False  # whether some here are cancelled
         self._lines: dict[TokenStream, deque[RunningSequence]] = {}
         self._served: dict[Hashable, int] = {}  # client or stream -> when it had its last turn
         self._clock = 0
@@ -49,6 +51,7 @@ class FairQueue:
     def put_back(self, run: RunningSequence) -> None:
         """It ran already: it goes on before its request's others."""
         self._line(run).appendleft(run)
+        self.leaving = self.leaving or run.gone
 
     def _line(self, run: RunningSequence) -> deque[RunningSequence]:
         for waiter in (run.client, run.stream):
@@ -77,10 +80,11 @@ class FairQueue:
         self._tidy()
 
     def drop_gone(self) -> None:
-        if any(run.gone for line in self._lines.values() for run in line):
+        if self.leaving and any(run.gone for line in self._lines.values() for run in line):
             for stream, line in self._lines.items():
                 self._lines[stream] = deque(run for run in line if not run.gone)
             self._tidy()
+        self.leaving = False
 
     def clear(self) -> None:
         self._lines.clear()

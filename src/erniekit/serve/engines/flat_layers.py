@@ -14,11 +14,25 @@ import torch
 from erniekit.kernels.add_norm import add_norm
 from erniekit.kernels.paged_attention import PagedTokens, Tiles, TurnAngles, attend, store_turned
 from erniekit.kernels.rope import cos_sin, inverse_frequencies
-from erniekit.models.layers.attention import Context
+from erniekit.models.layers.attention import Attention, Context
+from erniekit.models.layers.decoder import Decoder, DecoderLayer
+from erniekit.models.layers.norm import RMSNorm
 from erniekit.serve.engines.paged import PagedCache
 
 # Experts and their routers take a batch's context; nothing in it matters to text that is not trained on.
 _NO_CONTEXT: Any = Context(None, None, None, None)  # type: ignore[arg-type]
+
+
+def why_not(model: Any) -> str | None:
+    """Why these functions do not compute what a model computes; None: they do. A family may have blocks of its own, and
+    here only a block's linears and feed-forward are called."""
+    if type(model).run_layers is not Decoder.run_layers:
+        return f"{type(model).__name__} runs its layers in its own way"
+    blocks = [*model.layers, *(ahead.block for ahead in model.mtp)]
+    norms = [model.norm, *(norm for block in blocks for norm in (block.attn_norm, block.mlp_norm))]
+    wanted = [(DecoderLayer, blocks), (Attention, [block.attn for block in blocks]), (RMSNorm, norms)]
+    others = [type(part).__name__ for kind, parts in wanted for part in parts if type(part) is not kind]
+    return f"its {others[0]} is not one that recorded steps compute" if others else None
 
 
 def angles(config: Any, places: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,5 +89,5 @@ def _run_layer(
 
 def logits_of(model: Any, x_TH: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
     _, normed = add_norm(x_TH, added, model.norm.weight, model.norm.eps)
-    logits: torch.Tensor = model.output.logits(normed, model.head_weight(), model.head_bias_or_none())
+    logits: torch.Tensor = model.head_logits(normed)
     return logits

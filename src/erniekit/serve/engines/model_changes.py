@@ -11,12 +11,18 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+ComingModel = tuple[str, nn.Module, Future[None]]  # its name, the model, done when it is served
+
+
+class ModelRefused(Exception):
+    """The engine cannot serve the model beside those it has; nothing else has changed."""
+
 
 @dataclass
 class ModelChanges:
     """All under the engine's lock."""
 
-    coming: list[tuple[str, nn.Module, Future[None]]] = field(default_factory=list)
+    coming: list[ComingModel] = field(default_factory=list)
     going: set[str] = field(default_factory=set)
 
     def add(self, name: str, model: nn.Module) -> Future[None]:
@@ -28,7 +34,7 @@ class ModelChanges:
         """Whether something can be done now; used: models of sequences that run or wait."""
         return bool(self.coming) or any(name not in used for name in self.going)
 
-    def take(self, used: Collection[str]) -> tuple[list[tuple[str, nn.Module, Future[None]]], list[str]]:
+    def take(self, used: Collection[str]) -> tuple[list[ComingModel], list[str]]:
         """Models to add, and names to remove."""
         coming, self.coming = self.coming, []
         gone = sorted(name for name in self.going if name not in used)

@@ -6,16 +6,16 @@ exact` selects it, and it repeats the sequences of a recorded step that failed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from erniekit.data.types import More
 from erniekit.models.layers.router import Router
-from erniekit.serve.engines.base import Token
+from erniekit.serve.engines.base import GenerationJob, SamplingParams, Token, TokenStream
 from erniekit.serve.engines.paged import PagedAttention, PagedCache, SequencePiece, Step, install
-from erniekit.serve.engines.sequence import RunningSequence
+from erniekit.serve.engines.sequence import RunningSequence, sequences_of
 from erniekit.serve.engines.speculation import MtpProposer, Planned, sample_verified
 from erniekit.serve.engines.vision_input import FeatureCache
 
@@ -57,6 +57,22 @@ class PlainSteps:
             self.proposer.propose(model, hidden[0], group, of_piece)
         return tokens
 
+    def probe(self, names: Iterable[str], propose: bool = True) -> str | None:
+        """None where a single token works with each of these models; else the problem, empty for want of a block."""
+        table: list[int] = []
+        if not self.cache.grow(table, 1):
+            return ""
+        job = GenerationJob((0,), "", SamplingParams(1, temperature=0), frozenset(), 1)
+        try:
+            for name in names:
+                probe = sequences_of(TokenStream((job,)))[0]
+                self.run(name, [(probe, SequencePiece(probe.ids, 0, 1, table))], propose)
+            return None
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            self.cache.release(table)
+
     @staticmethod
     def _sampled(
         model: nn.Module, hidden_TH: torch.Tensor, step: Step, group: Sequence[Planned], numbers: Sequence[int]
@@ -68,8 +84,7 @@ class PlainSteps:
         back = torch.cat([torch.arange(-count, 1) for count in counts.tolist()]).to(step.last.device)
         ends = step.last[list(numbers)].repeat_interleave((counts + 1).to(step.last.device)) + back
         last = model.norm(hidden_TH.index_select(0, ends))  # type: ignore[operator]
-        logits = model.output.logits(last, model.head_weight(), model.head_bias_or_none())  # type: ignore[union-attr,operator]
-        return sample_verified(logits, [run.row() for run, _ in group], proposals)
+        return sample_verified(model.head_logits(last), [run.row() for run, _ in group], proposals)  # type: ignore[operator]
 
     @staticmethod
     def _pool(model: nn.Module, hidden_TH: torch.Tensor, group: Sequence[Planned]) -> None:

@@ -1,6 +1,6 @@
 """The sampler: the next token of every row of a batch, with its own request's parameters and seed.
 
-Used by plain_step.py and recorded.py. kernels/sampling.py draws; here are penalties, bias, grammars and log
+Used by speculation.py and recorded.py. kernels/sampling.py draws; here are penalties, bias, grammars and log
 probabilities, which depend on the tokens a sequence has generated so far. R rows, V vocabulary.
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from erniekit.serve.engines.base import GenerationJob, Token, TokenMatcher, TokenStream
@@ -32,6 +33,7 @@ class RunningSequence:
     matcher: TokenMatcher | None = None  # of its grammar
     pooled: PooledStates | None = None  # of a prompt whose pooled states are requested
     held: list[Token] = field(default_factory=list)  # sampled and not delivered yet (exact_logprobs.py)
+    ends_text: Callable[[int], bool] | None = None  # of its job's text_end
     proposals: list[int] = field(default_factory=list)  # tokens that may follow, not verified yet (speculation.py)
 
     @property
@@ -72,6 +74,7 @@ def sequences_of(stream: TokenStream, loop: asyncio.AbstractEventLoop | None = N
             features=None if job.vision is None else FeatureReader(job.vision),
             matcher=None if job.grammar is None else job.grammar.start(),
             pooled=None if job.pooling is None else PooledStates(job.pooling),
+            ends_text=None if job.text_end is None else job.text_end(),
         )
         for k, job in enumerate(stream.jobs)
     ]

@@ -98,8 +98,7 @@ class MtpProposer:
     def _extend(self, model: Any, inner: PagedAttention, rows: list[Planned], states_RH: torch.Tensor) -> None:
         """A token for each row by its state; then the layer's state at the next place, by that token."""
         while rows:
-            logits = model.output.logits(model.norm(states_RH), model.head_weight(), model.head_bias_or_none())
-            for (run, _), of_row in zip(rows, logits):
+            for (run, _), of_row in zip(rows, model.head_logits(model.norm(states_RH))):
                 run.proposals.append(int(of_row[: run.job.vocab].argmax()))
             kept = [k for k, (run, piece) in enumerate(rows) if self._has_room(run, piece)]
             rows = [(run, _next_place(run, piece)) for run, piece in (rows[k] for k in kept)]

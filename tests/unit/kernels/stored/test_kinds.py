@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from erniekit.kernels.stored import Stored, kind_named, kind_of
-from erniekit.weight_kinds import BASES, BF16, BITS, IN_FP8, MIXES, WEIGHT_KINDS
+from erniekit.kernels.stored import Stored, bits_of, kind_named, kind_of
+from erniekit.weight_kinds import BASES, BF16, IN_FP8, MIXES, WEIGHT_KINDS
 
 KINDS = [kind for kind in WEIGHT_KINDS if kind != "plain"]
 SIXTEEN = [kind for kind in KINDS if not kind_named(kind).rows_in_fp8]
@@ -131,12 +131,12 @@ def test_an_odd_width_has_no_two_columns_a_byte() -> None:
     assert kind_named("int8").fits(16, 17)
 
 
-@pytest.mark.parametrize("kind", list(BITS))
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_bits_that_memory_is_counted_with_are_those_that_are_held(kind: str) -> None:
     rows, width = 64, 4096
     held = sum(t.numel() * t.element_size() for t in tensors(kind_named(kind).pack(gaussian(rows, width).bfloat16())))
     of_rows = 32 * 2 / width  # at most two scales of 32 bits a row, which are not counted
-    assert 8 * held / (rows * width) == pytest.approx(BITS[kind], abs=of_rows)
+    assert 8 * held / (rows * width) == pytest.approx(bits_of(kind), abs=of_rows)
 
 
 def test_a_user_chooses_among_kinds_and_mixes_and_not_among_ways_to_multiply() -> None:

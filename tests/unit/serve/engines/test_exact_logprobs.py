@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from erniekit.api_load import Found
+from erniekit.serve.detokenizer import TextEnd
 from erniekit.serve.engines.base import Done, Event, GenerationJob, Token
 from erniekit.serve.engines.embedded import EmbeddedEngine, EngineLimits
 from erniekit.serve.engines.paged import PagedCache
@@ -72,6 +75,34 @@ def test_the_token_that_ended_an_answer_is_part_of_the_row(small: Found):
     expected = trained(small.build(), tuple(prompt), [*(token.id for token in tokens), stop])
     assert torch.equal(torch.tensor([token.logprob for token in tokens]), expected[:-1])
     assert [dict(token.top)[token.id] for token in tokens] == [token.logprob for token in tokens]
+
+
+def test_an_answer_that_a_stop_string_ends_is_scored_up_to_its_last_token(small: Found):
+    """What comes behind the stop string is neither computed nor part of the row."""
+    prompt, tokenizer = [3, 4, 5], small.tokenizer()
+    said = alone(small.build().eval(), prompt)
+    stop = tokenizer.decode(said[3:5]).strip()
+    assert stop
+    ends = TextEnd(tokenizer, [stop])
+    count = next(k for k, id in enumerate(said) if ends(id)) + 1
+    asked = replace(job(prompt, logprobs=0), text_end=partial(TextEnd, tokenizer, [stop]))
+    (found,) = events(engine_of({"m": small.build()}), [asked])
+    tokens = [event for event in found if isinstance(event, Token)]
+    assert (count < 12, [token.id for token in tokens], found[-1]) == (True, said[:count], Done("stop"))
+    expected = trained(small.build(), tuple(prompt), said[:count])
+    assert torch.equal(torch.tensor([token.logprob for token in tokens]), expected)
+
+
+def test_a_text_that_cannot_be_read_ends_its_own_request_alone(small: Found, capsys):
+    def unreadable(id: int) -> bool:
+        raise ValueError("no text")
+
+    asked = [replace(job([3, 4], logprobs=0), text_end=lambda: unreadable), job([3, 4, 5], logprobs=0)]
+    broken, other = events(engine_of({"m": small.build()}), asked)
+    assert [type(event) for event in broken] == [Done]
+    assert broken[0].reason == "error"
+    assert (len(other), other[-1]) == (13, Done("length"))
+    assert "no text" in capsys.readouterr().err
 
 
 def test_tokens_are_those_of_the_other_mode_and_without_logprobs_nothing_is_computed_again(small: Found):

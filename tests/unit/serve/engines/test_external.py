@@ -13,6 +13,8 @@ from pathlib import Path
 import httpx2 as httpx
 import psutil
 import pytest
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import load
@@ -27,6 +29,7 @@ from erniekit.serve.engines.external import make_target
 from erniekit.serve.loaded_models import find_models, vision_settings
 from support.seeing import seeing_folder
 from support.serving import Program, tiny_folder, until
+from support.vl_release_folder import AUTO, copy_code
 
 pytestmark = pytest.mark.xdist_group("server")
 
@@ -227,7 +230,10 @@ def test_the_chat_recipe_of_the_vision_models_reaches_every_engine(tmp_path):
     with pytest.raises(ConfigError) as error:
         arguments("vllm", str(recipe))
     assert "save_format=hf" in error.value.fix, "it is in transformers' layout"
-    recipe.write_text(RECIPE.format(model=export(folder, None, tmp_path / "flat")))
+    flat = export(folder, None, tmp_path / "flat")
+    recipe.write_text(RECIPE.format(model=flat) + "engine_args: --trust-remote-code\n")
+    name_code(flat)
+    copy_code(flat)
     for engine, limit, parser in (
         ("vllm", "--limit-mm-per-prompt", "ernie45"),
         ("sglang", "--limit-mm-data-per-request", "ernie-45-vl"),
@@ -239,6 +245,39 @@ def test_the_chat_recipe_of_the_vision_models_reaches_every_engine(tmp_path):
         assert "384" in argv
     cfg = load([str(recipe)], "server")
     assert vision_settings(cfg, find_models(cfg)[0]).most == {"image": 100, "video": 100}
+
+
+def name_code(folder: Path, **fields: object) -> None:
+    """As settings of a release do."""
+    for name, auto in AUTO.items():
+        more = fields if name == "config.json" else {}
+        told = json.loads((folder / name).read_text()) if (folder / name).is_file() else {}
+        (folder / name).write_text(json.dumps(told | more | {"auto_map": auto}))
+
+
+def test_a_vision_model_that_vllm_could_not_read_is_refused_before_it_starts(tmp_path):
+    flat = export(seeing_folder(tmp_path / "eyes"), None, tmp_path / "flat")
+
+    def refused(*words: str) -> ConfigError:
+        with pytest.raises(ConfigError) as error:
+            arguments("vllm", str(flat), "port=0", *words)
+        assert error.value.where.startswith(str(flat))
+        return error.value
+
+    assert "missing: auto_map: AutoConfig, auto_map: AutoProcessor" in refused("engine_args=--trust-remote-code").what
+    name_code(flat)
+    assert refused().what.endswith("missing: configuration_ernie4_5_vl.py, processing_ernie4_5_vl.py")
+    copy_code(flat)
+    assert "engine_args=--trust-remote-code" in refused().fix
+    assert value(arguments("vllm", str(flat), "port=0", "engine_args=--trust-remote-code"), "--model") == str(flat)
+    name_code(flat, compression_ratio=2.0)
+    assert "does not scale positions" in refused("engine_args=--trust-remote-code").what
+    name_code(flat, compression_ratio=1.0, moe_use_aux_free=False)
+    with safe_open(flat / "model.safetensors", "pt") as file:
+        kept = {name: file.get_tensor(name) for name in file.keys() if "e_score" not in name}  # noqa: SIM118
+    save_file(kept, flat / "model.safetensors", {"format": "pt"})
+    assert "moe_use_aux_free" in refused("engine_args=--trust-remote-code").what
+    assert arguments("sglang", str(flat), "port=0"), "these are rules of vLLM"
 
 
 def test_paddles_files_are_for_fastdeploy_only(paddle, tmp_path):

@@ -42,6 +42,19 @@ def turns(queue: FairQueue, places: int, count: int) -> list[str]:
     return order
 
 
+def test_those_that_are_cancelled_leave_the_queue_waiting_or_put_back():
+    queue = FairQueue(10)
+    waiting, back = runs("a", 2), runs("b")[0]
+    queue.add(waiting)
+    waiting[0].gone = queue.leaving = True
+    queue.drop_gone()
+    assert len(queue) == 1
+    back.gone = True  # between two steps, and there was too little memory for it
+    queue.put_back(back)
+    queue.drop_gone()
+    assert (len(queue), queue.next([])) == (1, waiting[1])
+
+
 def test_clients_take_turns_however_much_one_of_them_asks_for():
     queue = FairQueue(64)
     queue.add(runs("greedy", 100))

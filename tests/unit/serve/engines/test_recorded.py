@@ -12,9 +12,12 @@ import torch
 from erniekit.api_load import Found, find_model
 from erniekit.demo.tiny import make_tiny_model
 from erniekit.devices import pick
+from erniekit.kernels.rms_norm import rms_norm
 from erniekit.lora.merge import fold
-from erniekit.serve.engines.base import Done, GenerationJob, Token
+from erniekit.models.layers.norm import RMSNorm
+from erniekit.serve.engines.base import Done, GenerationJob, ModelRemoved, Token
 from erniekit.serve.engines.embedded import EmbeddedEngine, EngineLimits
+from erniekit.serve.engines.model_changes import ModelRefused
 from erniekit.serve.engines.paged import PagedCache
 from erniekit.serve.engines.recorded import RecordedSteps, sizes_up_to
 from erniekit.serve.loaded_models import with_adapter
@@ -51,6 +54,29 @@ def test_every_family_says_together_what_it_says_without_a_cache(found: Found):
         assert engine.load().cache_used == 0
         assert engine.recorded is not None
         assert len(engine.recorded.state.free) == 5
+    finally:
+        engine.stop()
+
+
+class _FromOne(RMSNorm):
+    """A norm that the weights are differences from one of."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, 1 + self.weight, self.eps)
+
+
+def test_a_family_with_norms_of_its_own_is_served_by_its_own_modules(small: Found):
+    def build() -> torch.nn.Module:
+        model = small.build()
+        for layer in model.layers:
+            layer.mlp_norm.__class__ = _FromOne
+        return model
+
+    engine, asked = engine_of({"m": build()}), prompts(4)
+    try:
+        assert engine.recorded is None, "recorded steps compute RMSNorm"
+        assert answers(engine, [job(p) for p in asked]) == [alone(build(), p) for p in asked]
+        assert alone(build(), asked[0]) != alone(small.build(), asked[0]), "another model than with usual norms"
     finally:
         engine.stop()
 
@@ -254,5 +280,70 @@ def test_models_come_and_go_between_recorded_steps_and_running_answers_stay_what
         assert engine.recorded is not None
         assert len(engine.recorded.state.free) == 5
         assert answers(engine, [job(asked[0])])[0] == first[0][:12]
+    finally:
+        engine.stop()
+
+
+@pytest.mark.parametrize("place", ["waiting", "running"])
+def test_an_adapter_that_is_unloaded_as_its_last_client_disconnects_ends_no_other_answer(
+    small: Found, monkeypatch, place: str
+):
+    """Cancelled behind `_wait`, a sequence is still in its place when models are changed."""
+    base = small.build()
+    engine = engine_of({"m": base, "other": with_adapter(base, small)})
+    waited = engine._wait
+
+    def wait() -> bool:
+        goes_on = waited()
+        streams = [run.stream for run in engine._running] if place == "running" else list(engine._waiting._lines)
+        for stream in streams:
+            if stream.jobs[0].model == "other":
+                engine.cancel(stream)
+                engine.remove_model("other")
+        return goes_on
+
+    monkeypatch.setattr(engine, "_wait", wait)
+
+    async def go() -> list[int]:
+        running = asyncio.ensure_future(listen(engine, job([3, 4, 5], max_tokens=30)))
+        while not engine.load().steps:
+            await asyncio.sleep(0.001)
+        engine.submit(job([7, 8], model="other", max_tokens=50))
+        return (await running)[0]
+
+    try:
+        assert asyncio.run(asyncio.wait_for(go(), 60)) == alone(small.build(), [3, 4, 5], 30)
+        assert engine.load().healthy
+        assert list(engine.models) == ["m"]
+    finally:
+        engine.stop()
+
+
+def test_an_adapter_for_which_there_is_no_memory_is_refused_and_answers_go_on(small: Found, monkeypatch):
+    base = small.build()
+    engine = engine_of({"m": base})
+    recorded_all = RecordedSteps.record_all
+
+    def record_all(steps: RecordedSteps) -> None:
+        if "new" in steps.numbers:
+            raise torch.OutOfMemoryError("out of memory")
+        recorded_all(steps)
+
+    monkeypatch.setattr(RecordedSteps, "record_all", record_all)
+
+    async def go() -> list[int]:
+        running = asyncio.ensure_future(listen(engine, job([3, 4, 5], max_tokens=30)))
+        while engine.load().steps < 3:
+            await asyncio.sleep(0.001)
+        with pytest.raises(ModelRefused, match="out of memory"):
+            await asyncio.wrap_future(engine.add_model("new", with_adapter(base, small)))
+        with pytest.raises(ModelRemoved):
+            engine.submit(job([7], model="new"))
+        return (await running)[0]
+
+    try:
+        assert asyncio.run(asyncio.wait_for(go(), 60)) == alone(small.build(), [3, 4, 5], 30)
+        assert engine.recorded is not None, "the steps of the models before are recorded again"
+        assert (list(engine.models), len(engine.recorded.state.free)) == (["m"], 5)
     finally:
         engine.stop()

@@ -1,7 +1,4 @@
-"""Our model as transformers' own class, on the same memory: for its generation loop, and to compare the two.
-
-Called by tests, which compare the engine with transformers' own loop. transformers is imported here on use.
-"""
+"""Our model as transformers' own class, on the same memory: for its generation loop, and to compare the two."""
 
 from __future__ import annotations
 

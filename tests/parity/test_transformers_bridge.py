@@ -8,20 +8,13 @@ import pytest
 import torch
 
 from erniekit.checkpoint.model_folder import ModelFolder
-from erniekit.checkpoint.transformers_bridge import to_transformers
 from erniekit.errors import CheckpointError
 from erniekit.models import find
 from erniekit.models.init import init_weights
+from parity.test_models_transformers import LLAMA3
+from support.transformers_bridge import to_transformers
 
 IDS = torch.tensor([[3, 70, 90, 101, 4, 200]])
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 SIZES = {
     "vocab_size": 256,
     "hidden_size": 32,
