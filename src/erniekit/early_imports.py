@@ -13,8 +13,9 @@ from importlib import import_module
 from importlib.util import find_spec
 from threading import Thread, main_thread
 
-# Needed by torch's compiler and by libraries of kernels, and none of them imports torch.
-BESIDE_TORCH = ("sympy", "networkx", "cutlass")
+# Needed by libraries of kernels and by torch's compiler, and none of them imports torch.
+OF_KERNELS = ("cutlass",)
+OF_COMPILER = ("sympy", "networkx")
 JAX = "jax"  # a second of imports: cutlass looks whether it is there, and nothing here calls it
 
 
@@ -44,12 +45,12 @@ def without_jax() -> Iterator[None]:
             sys.modules.pop(JAX, None)
 
 
-def import_beside_torch() -> Thread:
-    """Imports BESIDE_TORCH in a thread while this one imports torch: one waits for files while the other computes.
-    What fails here fails again where it is needed, with its reason."""
+def import_beside_torch(compiles: bool) -> Thread:
+    """In a thread while this one imports torch: one waits for files while the other computes. What fails here fails
+    again where it is needed, with its reason. compiles: torch's compiler will be needed."""
 
     def work() -> None:
-        for name in BESIDE_TORCH:
+        for name in (*OF_COMPILER, *OF_KERNELS) if compiles else OF_KERNELS:
             if not main_thread().is_alive():
                 return  # the command has ended already
             with suppress(Exception), without_jax():

@@ -48,7 +48,9 @@ class DecoderBlock(Protocol):
     attn: Any  # with `inner`, the attention without weights
     mlp: Any
 
-    def attend(self, x: torch.Tensor, ctx: Any, /) -> torch.Tensor: ...
+    def attend(self, x: torch.Tensor, ctx: Any, /) -> Any:
+        """The part that recompute_granularity: full_attn computes again; called by the layer itself."""
+        ...
 
     def __call__(self, x: torch.Tensor, ctx: Any, /) -> torch.Tensor: ...
 

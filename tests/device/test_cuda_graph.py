@@ -83,6 +83,39 @@ def test_replayed_experts_train_and_tell_of_their_routing_as_others_do(tmp_path:
         assert (counts - usage[True][layer]).abs().sum() < 0.02 * counts.sum(), "but for choices that are nearly even"
 
 
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_layers_that_are_replayed_train_alike_whether_compiled_or_not(tmp_path: Path, kind: str) -> None:
+    model, keys = (SMALL, {}) if kind == "dense" else (SMALL_EXPERTS, {**LORA, "moe_aux_loss_lambda": 0.01})
+    steps = [[packs(s, 1 + s % 2)] for s in range(8)]
+    found = {}
+    for compiled in (True, False):
+        runner = ours(tmp_path, True, model, Rows(1, LENGTH, mean=256), compile=compiled, **keys)
+        assert runner.built.plan.config.model.compile is compiled
+        found[compiled] = losses(runner, steps)
+        assert len(runner.built.engine.model.run_layers.recorded) == 2
+    for (loss, norm), (other, other_norm) in zip(found[True], found[False]):
+        assert abs(loss - other) < 2e-3 * loss, found
+        assert abs(norm - other_norm) < 5e-2 * norm, found
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_layers_that_are_replayed_and_not_compiled_import_no_compiler(tmp_path: Path, kind: str) -> None:
+    """In a process of its own; FlashAttention-4 and quack are imported where they are installed."""
+    keys = "" if kind == "dense" else ", **t.LORA"
+    code = (
+        "import sys; from pathlib import Path; import test_cuda_graph as t\n"
+        f"model = t.SMALL if {kind == 'dense'} else t.SMALL_EXPERTS\n"
+        f"runner = t.ours(Path({str(tmp_path)!r}), True, model, t.Rows(1, t.LENGTH, mean=256), compile=False{keys})\n"
+        "t.losses(runner, [[t.packs(s, 1 + s % 2)] for s in range(6)])\n"
+        "assert len(runner.built.engine.model.run_layers.recorded) == 2\n"
+        "print('torch._dynamo' in sys.modules, 'sympy' in sys.modules)"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["False", "False"]
+
+
 def test_recording_and_replaying_prints_no_warning(tmp_path: Path) -> None:
     """In a process of its own: torch warns of a stream once a process."""
     code = (

@@ -14,11 +14,11 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
-from torch.library import custom_op, triton_op
 
 from erniekit import capabilities
 from erniekit.early_imports import without_collections, without_jax
 from erniekit.kernels import broken
+from erniekit.kernels.lazy_compiler import compiler_on_first_use
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 IMPORT_SECONDS: dict[str, float] = {}  # of optional libraries, where a run's start can see them
@@ -29,7 +29,7 @@ def loaded(name: str, *needed: str, package: str = "") -> ModuleType | None:
     it is installed as; prints a line where it is there and does not load."""
     began = time.perf_counter()
     try:
-        with without_collections(), without_jax():
+        with without_collections(), without_jax(), compiler_on_first_use():
             module = import_module(name)
         IMPORT_SECONDS[name] = round(time.perf_counter() - began, 2)
         if missing := [each for each in needed if not hasattr(module, each)]:
@@ -80,17 +80,6 @@ def runs_triton(tensor: torch.Tensor) -> bool:
     """Whether Triton kernels can take it. Steps that have one implementation for a card and one in torch go by this
     alone."""
     return tensor.is_cuda and has_triton()
-
-
-def kernel_op(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator of an operator whose body launches Triton kernels; compiled layers see into it.
-
-    Without a card or without triton it is only declared, as an opaque one: to look for kernels in a triton_op torch
-    imports its compiler at once (seconds), and without triton it logs a warning for each.
-    """
-    launches = _BUILT and torch.cuda.is_available()
-    made: Callable[[Callable[..., Any]], Any] = (triton_op if launches else custom_op)(name, mutates_args=())
-    return made
 
 
 def shapes_of(name: str) -> Callable[[Function], Function]:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.library import wrap_triton
 
-from erniekit.kernels.available import kernel_op, runs_triton
+from erniekit.kernels.available import runs_triton
+from erniekit.kernels.kernel_op import KernelOp
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
@@ -49,25 +49,34 @@ def _on_card(gate_up: torch.Tensor) -> bool:
     return runs_triton(gate_up) and gate_up.dtype in (torch.bfloat16, torch.float16)
 
 
-@kernel_op("erniekit::swiglu")
-def _forward(gate_up: torch.Tensor) -> torch.Tensor:
+def _halved(gate_up: torch.Tensor) -> torch.Tensor:
+    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+
+
+def _launch(launcher: Any, gate_up: torch.Tensor) -> torch.Tensor:
     from erniekit.kernels.triton import swiglu as kernels
 
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty(rows, width)
-    wrap_triton(kernels.forward)[kernels.grid(rows, width)](gate_up, out, width, BLOCK=kernels.BLOCK)
+    out = _halved(gate_up)
+    rows, width = out.shape
+    launcher(kernels.forward)[kernels.grid(rows, width)](gate_up, out, width, BLOCK=kernels.BLOCK)
     return out
 
 
-@kernel_op("erniekit::swiglu_backward")
-def _backward(grad: torch.Tensor, gate_up: torch.Tensor, paired: bool = False) -> torch.Tensor:
+def _of_both(grad: torch.Tensor, gate_up: torch.Tensor, paired: bool = False) -> torch.Tensor:
+    return torch.empty_like(gate_up)
+
+
+def _launch_backward(launcher: Any, grad: torch.Tensor, gate_up: torch.Tensor, paired: bool = False) -> torch.Tensor:
     from erniekit.kernels.triton import swiglu as kernels
 
-    rows, width = grad.shape
-    out = torch.empty_like(gate_up)
-    launch = wrap_triton(kernels.backward)[kernels.grid(rows, width)]
+    (rows, width), out = grad.shape, torch.empty_like(gate_up)
+    launch = launcher(kernels.backward)[kernels.grid(rows, width)]
     launch(grad, gate_up, out, width, PAIRED=paired, BLOCK=kernels.BLOCK)
     return out
+
+
+_forward = KernelOp("swiglu", _halved, _launch)
+_backward = KernelOp("swiglu_backward", _of_both, _launch_backward)
 
 
 def _keep(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
@@ -80,4 +89,4 @@ def _gradient(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
     return result
 
 
-_forward.register_autograd(_gradient, setup_context=_keep)
+_forward.register_autograd(_gradient, _keep)

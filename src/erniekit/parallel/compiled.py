@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from erniekit.kernels.kernel_op import see_into_kernels
 from erniekit.model_contract import spread, wrap
 
 SHAPES = 64  # programs of one layer's code at most: rows of evaluation, packs of very many documents
@@ -29,6 +30,7 @@ def compile_layers(part: nn.Module, packs_on_host: bool = False, shards_inside: 
     import torch._dynamo.config  # seconds: only where something is compiled
 
     torch._dynamo.config.recompile_limit = max(SHAPES, torch._dynamo.config.recompile_limit)  # a limit met ends the run
+    see_into_kernels()
     for _, layer in spread(part).held_layers():
         waiting: list[Any] = [m for m in layer.modules() if getattr(m, "waits_for_host", False)]
         for module in waiting:

@@ -41,16 +41,16 @@ def run_train(
     Python session adds to the keys."""
     begin(cfg, begun)
     with without_collections():
-        if _compiles(cfg):
-            import_beside_torch()
+        if _on_card(cfg):
+            import_beside_torch(compiles=cfg.model.compile is not False)
         from erniekit.recipes.training import train
     return train(stage_of(cfg, session.loss if session else None), cfg, command or sys.argv, launch, session)
 
 
-def _compiles(cfg: RunConfig) -> bool:
-    """Whether this run will probably need torch's compiler; found without torch."""
+def _on_card(cfg: RunConfig) -> bool:
+    """Whether this run will probably be on one; found without torch."""
     train, env = cfg.train, os.environ
-    if cfg.model.compile is False or train.no_cuda or train.device == "cpu":
+    if train.no_cuda or train.device == "cpu":
         return False
     return entry_of(train.device, env).count_visible(env) > 0
 

@@ -75,12 +75,13 @@ def _buckets(cfg: RunConfig, device: Device, world: World, model: DecoderConfig)
         return
     why_not = why_rows_stay(cfg, world.layout, model)
     compiled = cfg.model.compile if cfg.model.compile is not None else _why_not_compiled(cfg, device) is None
-    if why_not is None and requested == ("auto",) and not compiled:
-        why_not = "layers are not compiled"
+    replayed = cfg.model.cuda_graph and _why_not_replayed_as_written(cfg, device, model) is None
+    if why_not is None and requested == ("auto",) and not compiled and not replayed:
+        why_not = "layers are neither compiled nor replayed"
     if why_not is not None:
         yield Note("length_buckets", requested, ("off",), why_not, quiet=requested == ("auto",))
     elif requested == ("auto",):
-        yield Note("length_buckets", requested, ("on",), "rows of many lengths, compiled for a few", quiet=True)
+        yield Note("length_buckets", requested, ("on",), "rows of many lengths become rows of a few", quiet=True)
 
 
 def why_rows_stay(cfg: RunConfig, layout: Layout, model: DecoderConfig) -> str | None:
@@ -134,8 +135,10 @@ def _graph(cfg: RunConfig, device: Device, world: World, model: DecoderConfig, t
         why_not = "a graph's gradients are all complete at once, and update_in_backward lets each go"
     elif requested is None and model.mtp_layers:
         why_not = "with layers that predict further tokens only with cuda_graph: True"
-    elif not cfg.model.compile:
-        why_not = "layers are not compiled"
+    elif not cfg.model.compile and requested is None:
+        why_not = "layers that are not compiled are replayed only with cuda_graph: True"
+    elif not cfg.model.compile and (problem := _why_not_replayed_as_written(cfg, device, model)):
+        why_not = f"layers are not compiled, and {problem}"
     elif cfg.memory.recompute or (model.moe is not None and cfg.moe.use_recompute_moe):
         why_not = "layers are computed again in the backward pass"
     elif model.moe is not None and (model.hidden_size % ALIGNED or model.moe.width % ALIGNED):
@@ -149,6 +152,17 @@ def _graph(cfg: RunConfig, device: Device, world: World, model: DecoderConfig, t
         yield Note("cuda_graph", None, why_not is None, reason, quiet=why_not is not None)
     elif requested and why_not:
         yield Note("cuda_graph", True, False, why_not)
+
+
+def _why_not_replayed_as_written(cfg: RunConfig, device: Device, model: DecoderConfig) -> str | None:
+    """Why layers cannot be recorded without being compiled; None: all their steps are kernels."""
+    if not device.triton or why_no_triton():
+        return why_no_triton() or "no Triton for this device"
+    if model.vision is not None:
+        return "steps of layers with two banks of experts are torch's"
+    if cfg.precision.compute_type in ("fp32", "fp8"):
+        return f"kernels of layers are for 16 bits, not compute_type: {cfg.precision.compute_type}"
+    return None
 
 
 def _collectives_inside(layout: Layout) -> str | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from erniekit.kernels.add_norm import add_norm, reference
 from erniekit.kernels.rms_norm import rms_norm
+from support.for_hopper import run_for_hopper
 
 pytest.importorskip("triton", reason="the dev extra installs it on Linux")
 
@@ -29,3 +32,64 @@ def test_what_is_normalised_is_the_sum_as_it_is_kept() -> None:
     total, normed = add_norm(x, added, weight[0], 1e-5)
     assert torch.equal(total, x + added)
     assert torch.equal(normed, rms_norm(total, weight[0], 1e-5))
+
+
+@pytest.mark.parametrize("rows", [3, 11])  # fewer and more than there are programs
+@pytest.mark.parametrize("of_sum", [False, True])
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_gradients_are_those_of_the_definition(
+    monkeypatch: pytest.MonkeyPatch, rows: int, of_sum: bool, trained: bool
+) -> None:
+    monkeypatch.setattr(kernels, "WARPS", 4)  # and as many programs, of one
+    torch.manual_seed(2)
+    x, added, weight = torch.randn(rows, 48) * 4, torch.randn(rows, 48), torch.randn(48)
+    given = [tensor.double().requires_grad_() for tensor in (x, added, weight)]
+    total, normed = reference(*given, 1e-5)
+    of_total, of_normed = torch.randn(rows, 48), torch.randn(rows, 48)
+    ((total * of_total).sum() * of_sum + (normed * of_normed).sum()).backward()
+    kept = reference(x, added, weight, 1e-5)[0]
+    of_x, of_weight = kernels.gradients(of_total if of_sum else None, of_normed, kept, weight, 1e-5, trained)
+    torch.testing.assert_close(of_x, given[0].grad.float(), atol=2e-6, rtol=2e-5)
+    assert (of_weight is not None) == trained
+    if of_weight is not None:
+        torch.testing.assert_close(of_weight, given[2].grad.float(), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_autograd_takes_the_kernels_gradients_to_all_three(monkeypatch: pytest.MonkeyPatch, adds: bool) -> None:
+    """On a card; here its kernels run in Triton's interpreter."""
+    monkeypatch.setattr("erniekit.kernels.add_norm.runs_triton", lambda tensor: True)
+    torch.manual_seed(3)
+    drawn = [(torch.randn(2, 3, 64) * 2).bfloat16(), torch.randn(2, 3, 64).bfloat16(), torch.randn(64).bfloat16()]
+    of_total, of_normed = torch.randn(2, 3, 64).bfloat16(), torch.randn(2, 3, 64).bfloat16()
+    found = []
+    for function in (add_norm, reference):
+        x, added, weight = (tensor.clone().requires_grad_() for tensor in drawn)
+        total, normed = function(x * 1, added * 1 if adds else None, weight, 1e-5)
+        assert (total.grad_fn is not None and "AddNorm" in type(total.grad_fn).__name__) == (function is add_norm)
+        torch.autograd.backward([total, normed], [of_total, of_normed])
+        found.append([total, normed, x.grad, weight.grad, *([added.grad] if adds else [])])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=0.06, rtol=0.02)  # the definition rounds between steps
+
+
+def test_a_weight_in_fp32_beside_16_bit_rows_is_multiplied_as_defined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("erniekit.kernels.add_norm.runs_triton", lambda tensor: True)
+    x, weight = torch.randn(2, 32).bfloat16().requires_grad_(), torch.randn(32)
+    assert torch.equal(add_norm(x, None, weight, 1e-5)[1], rms_norm(x, weight, 1e-5))
+
+
+COMPILE = """
+from erniekit.kernels.triton import add_norm
+
+block, warps = add_norm._block(2560)
+kinds = dict(rows="i32", width="i32", eps="fp32", of_weight="*fp32")
+back = add_norm._rows_back
+for kernel, fixed in ((add_norm._rows, {}), (back, {"WEIGHT": True}), (back, {"WEIGHT": False})):
+    given = {name: kinds.get(name, "*bf16") for name in kernel.arg_names}
+    print(built(kernel, given, {"ADDS": True, "BLOCK": block, **fixed}, warps)["ptx"].count("ld.global.v4"))
+"""
+
+
+def test_the_kernels_compile_for_a_hopper_card_and_read_whole_lines(tmp_path: Path) -> None:
+    assert all(int(count) >= 4 for count in run_for_hopper(COMPILE, tmp_path).split())

@@ -73,6 +73,8 @@ def test_layers_are_compiled_on_cards_with_rows_of_few_lengths_or_as_told(
         (["max_seq_len=2048", "use_recompute_moe=True"], SMALL, True),
         (["max_seq_len=2048", "recompute=True"], SMALL, False),
         (["max_seq_len=2048", "compile=False"], SMALL, False),
+        (["max_seq_len=2048", "compile=False", "cuda_graph=True"], SMALL, True),
+        (["max_seq_len=2048", "compile=False", "cuda_graph=True"], LARGE, True),
         (["max_seq_len=2048", "cuda_graph=False"], SMALL, False),
         (["max_seq_len=8192", "cuda_graph=True"], SMALL, True),
         (["max_seq_len=2048", "cuda_graph=True"], LARGE, True),
@@ -90,12 +92,30 @@ def test_layers_are_replayed_as_graphs_where_a_step_is_shorter_than_its_launches
 
 
 @pytest.mark.parametrize(
+    ("words", "model", "reason"),
+    [
+        (["stage=VL-SFT"], SEEING, "two banks of experts"),
+        (["compute_type=fp32"], SMALL, "not compute_type: fp32"),
+    ],
+)
+def test_layers_with_steps_that_are_no_kernels_are_replayed_only_when_compiled(
+    words: list[str], model: DecoderConfig, reason: str
+) -> None:
+    pytest.importorskip("triton", reason="the dev extra installs it on Linux")
+    asked = ["packing=True", "compile=False", "cuda_graph=True", *([] if "fp32" in words[0] else ["compute_type=bf16"])]
+    cfg = settled(*asked, *words, model=model)
+    assert cfg.model.cuda_graph is False
+    assert any(reason in str(note) for note in cfg.notes)
+
+
+@pytest.mark.parametrize(
     ("words", "device", "want"),
     [
         (["packing=False"], "gpu", ("on",)),
         (["packing=False", "stage=DPO"], "gpu", ("on",)),
         (["packing=False"], "cpu", ("off",)),
         (["packing=False", "compile=False"], "gpu", ("off",)),
+        (["packing=False", "compile=False", "cuda_graph=True"], "gpu", ("on",)),
         (["packing=False", "compile=True"], "cpu", ("on",)),
         (["packing=False", "length_buckets=on"], "cpu", ("on",)),
         (["packing=False", "length_buckets=512,2048"], "cpu", ("512", "2048")),

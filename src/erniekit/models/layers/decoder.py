@@ -24,7 +24,7 @@ from erniekit.models.layers.mlp import MLP
 from erniekit.models.layers.modal import ModalMoE, lengths_of
 from erniekit.models.layers.moe import MoE
 from erniekit.models.layers.mtp import NextToken
-from erniekit.models.layers.norm import RMSNorm
+from erniekit.models.layers.norm import RMSNorm, norm_of_sum
 from erniekit.parallel.plan import column, experts, experts_in, heads, heads_in, row, vocab
 
 # How these weights shard; everything not named here is replicated.
@@ -59,13 +59,13 @@ class DecoderLayer(nn.Module):
         else:
             self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
 
-    def attend(self, x_BLH: torch.Tensor, ctx: Context) -> torch.Tensor:
-        result: torch.Tensor = x_BLH + self.attn(self.attn_norm(x_BLH), ctx)
-        return result
+    def attend(self, x_BLH: torch.Tensor, ctx: Context) -> tuple[torch.Tensor, torch.Tensor]:
+        """x, and what attention adds to it."""
+        x_BLH, h_BLH = norm_of_sum(self.attn_norm, x_BLH)
+        return x_BLH, self.attn(h_BLH, ctx)
 
     def forward(self, x_BLH: torch.Tensor, ctx: Context) -> torch.Tensor:
-        x_BLH = self.attend(x_BLH, ctx)
-        h_BLH = self.mlp_norm(x_BLH)
+        x_BLH, h_BLH = norm_of_sum(self.mlp_norm, *self.attend(x_BLH, ctx))
         result: torch.Tensor = x_BLH + (self.mlp(h_BLH, ctx) if self.sparse else self.mlp(h_BLH))
         return result
 

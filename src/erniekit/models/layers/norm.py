@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from erniekit.kernels.rms_norm import rms_norm
+from erniekit.kernels.add_norm import add_norm
+from erniekit.models.layers.linear import is_watched
 
 
 class RMSNorm(nn.Module):
@@ -15,4 +16,18 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return self.of_sum(x)[1]
+
+    def of_sum(self, x: torch.Tensor, added: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """x + added, and its norm; added None: of x."""
+        return add_norm(x, added, self.weight, self.eps)
+
+
+def norm_of_sum(
+    norm: nn.Module, x: torch.Tensor, added: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same with any norm: one of another class, or that is watched, is called."""
+    if type(norm) is RMSNorm and not is_watched(norm):
+        return norm.of_sum(x, added)
+    x = x if added is None else x + added
+    return x, norm(x)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 
 from erniekit.kernels import nf4
 from erniekit.kernels.stored import Stored, kind_named
+from support.for_hopper import run_for_hopper
 
 pytest.importorskip("triton", reason="the dev extra installs it on Linux")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on a card, tests/device has these")
@@ -66,9 +65,6 @@ def test_a_rank_without_columns_or_rows_unpacks_nothing() -> None:
 
 
 COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from erniekit.kernels.triton import four_bit
 
 #         format, scales,  group, powers, over most, out
@@ -80,20 +76,14 @@ for format, scales, group, powers, over, out in CASES:
     for turned in (False, True):
         kinds = dict(codes="*u8", scales=scales or "*u8", most="*u8", out=out, rows="i32", width="i32")
         kinds["table"] = "*fp32" if format == "nf4" else "*u8"
+        tile = four_bit.UNPACK_TURNED if turned else four_bit.UNPACK
         fixed = dict(GROUP=group, FORMAT=format, SCALED=scales is not None, POWERS=powers, OVER_MOST=over, TOP=6,
-                     TURNED=turned, BR=four_bit.ROWS, BC=four_bit.COLUMNS)
-        names = four_bit._unpack.arg_names
-        signature = {name: "constexpr" if name in fixed else kinds[name] for name in names}
-        aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in kinds}
-        source = ASTSource(four_bit._unpack, signature, constexprs=fixed, attrs=aligned)
-        ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+                     TURNED=turned, BR=tile.rows, BC=tile.cols)
+        ptx = built(four_bit._unpack, kinds, fixed, tile.warps)["ptx"]
         assert "st.global.v4" in ptx and "st.global.b8" not in ptx, "whole lines are written"
 """
 
 
 @pytest.mark.full
 def test_it_compiles_for_a_hopper_card_and_writes_whole_lines(tmp_path: Path) -> None:
-    """The interpreter takes what the compiler refuses: kinds of branches, types that differ."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", COMPILE], env=env, check=True, timeout=300)
+    run_for_hopper(COMPILE, tmp_path)
