@@ -42,8 +42,9 @@ class ModelSection:
     )
     cuda_graph: bool | None = key(
         None,
-        "Replay the compiled layers as CUDA graphs. Default: on for micro-batches so short that launching kernels "
-        "takes longer than running them. Only for SFT and PT on NVIDIA cards without communication inside the layers.",
+        "Replay the layers as CUDA graphs. Default: on for compiled layers and micro-batches so short that launching "
+        "kernels takes longer than running them. Only for SFT and PT on NVIDIA cards without communication inside the "
+        "layers. With compile: False a run starts without torch's compiler.",
     )
     tokenizer_name: str | None = key(
         None,
