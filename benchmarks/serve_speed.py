@@ -256,6 +256,8 @@ def measure(address: tuple[str, int], options: argparse.Namespace) -> dict[str, 
         quiet.append(answer["first"] - answer["began"])
     report("first_token_ms_alone", round(1e3 * statistics.median(quiet), 1))
     for clients in options.clients:
+        if names:  # steps without adapters are recorded when the first of each size comes
+            collected(together(address, clients, options, 32, ["default"]))
         report(f"{clients} clients", rate(collected(together(address, clients, options, options.tokens, ["default"]))))
     if names:
         most = max(options.clients)

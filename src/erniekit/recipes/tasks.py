@@ -19,13 +19,14 @@ from erniekit.config import RunConfig
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.errors import ConfigError
 from erniekit.extras import install_command
-from erniekit.log import emit, paint
+from erniekit.log import emit, paint, warn
 from erniekit.models.score_head import refuse as refuse_score_head
 from erniekit.recipes.eval_folder import results_folder, what_to_evaluate, write_evaluation
 from erniekit.recipes.expert_layers import ignore_bias
 from erniekit.recipes.run_plan import open_device, packed_as
 from erniekit.registry import nearest
 from erniekit.result import RunResult
+from erniekit.serve.mtp_layers import proposed_tokens
 
 if TYPE_CHECKING:
     from erniekit.devices.base import Device
@@ -59,9 +60,12 @@ class Scorer:
         batch_size: int = 1,
         device: Device | None = None,
         seed: int = 0,
+        proposals: int = 0,
     ) -> None:
-        """device: answers are generated in recorded steps there; None: in plain ones."""
+        """device: answers are generated in recorded steps there; None: in plain ones. proposals: tokens that the
+        model's MTP layer proposes for them; the answers stay the same."""
         self.model, self.tokenizer, self.device, self.seed = model.eval(), tokenizer, device, seed
+        self.proposals = proposals
         self.max_length, self.batch_size = max_length, batch_size
         bos = tokenizer.bos_id
         self._prefix = tokenizer.eos_id if bos is None else bos  # what an answer to nothing follows
@@ -125,7 +129,8 @@ class Scorer:
         if self.engine is None:
             config = cast("Any", self.model).config
             at_once = max(AT_ONCE, self.batch_size)
-            self.engine = TextEngine(same_tensors(self.model), config, at_once, self.max_length, self.device)
+            tree = same_tensors(self.model)
+            self.engine = TextEngine(tree, config, at_once, self.max_length, self.device, self.proposals)
         return self.engine
 
     def close(self) -> None:
@@ -194,10 +199,13 @@ def run_tasks(cfg: RunConfig) -> RunResult:
     emit(f"model    {source}")
     config: Any = model.config
     length = min(cfg.data.max_seq_len, config.max_positions)
-    recording = device if device.records_graphs and device.triton else None
-    scorer = Scorer(model, tokenizer, length, cfg.train.per_device_eval_batch_size, recording, cfg.train.seed)
+    recording = device if cfg.serve.decoding == "auto" and device.records_graphs and device.triton else None
+    rows, proposals = cfg.train.per_device_eval_batch_size, proposed_tokens(cfg.serve, config)
+    scorer = Scorer(model, tokenizer, length, rows, recording, cfg.train.seed, proposals)
     with results_folder(cfg, source, trained) as output, closing(scorer):
         metrics = measure(cfg, harness, manager, names, scorer)
+        if proposals and scorer.engine is None:
+            warn(f"num_speculative_tokens={proposals} has no effect: these tasks score texts and generate none")
         written = write_evaluation(output, source, metrics)
     for name, value in metrics.items():
         emit(f"task     {name:<40} {value:.4f}")

@@ -1,6 +1,6 @@
 """Whether a server proposes tokens by the model's MTP layer, and a folder that is read without layers it does not use.
 
-Used by loaded_models.py.
+Used by loaded_models.py and recipes/tasks.py.
 """
 
 from __future__ import annotations

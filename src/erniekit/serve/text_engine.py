@@ -85,14 +85,23 @@ class TextEngine:
     """One model's engine. It holds `sequences` answers of `length` tokens at once; more prompts wait."""
 
     def __init__(
-        self, tree: nn.Module, config: DecoderConfig, sequences: int, length: int, device: Device | None = None
+        self,
+        tree: nn.Module,
+        config: DecoderConfig,
+        sequences: int,
+        length: int,
+        device: Device | None = None,
+        proposals: int = 0,
     ) -> None:
         """tree: given to the engine, whose layers then read from its cache. device: steps are recorded there, if it
-        can; None: they are not."""
+        can; None: they are not. proposals: tokens that the model's MTP layer proposes, if any."""
         first = next(tree.parameters())
         self.sequences, self.length = sequences, length
-        cache = PagedCache(config, sequences * -(-length // BLOCK), BLOCK, _cache_dtype(first), first.device)
-        limits = EngineLimits(sequences, PROMPT_TOKENS, length, ANY_NUMBER)
+        blocks, mtp = sequences * -(-length // BLOCK), proposals > 0
+        cache = PagedCache(config, blocks, BLOCK, _cache_dtype(first), first.device, mtp)
+        limits = EngineLimits(
+            sequences, PROMPT_TOKENS, length, ANY_NUMBER, proposals=proposals, memory_key="max_seq_len"
+        )
         self.engine = EmbeddedEngine({NAME: tree}, cache, limits, device)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="erniekit-generate", daemon=True)

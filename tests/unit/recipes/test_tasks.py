@@ -15,10 +15,12 @@ from safetensors.torch import load_file, save_file
 
 import erniekit
 from erniekit.cli.main import main
+from erniekit.data.tokenizer import Tokenizer
 from erniekit.demo.tiny import make_tiny_model
 from erniekit.errors import ConfigError
 from erniekit.recipes import tasks
 from erniekit.recipes.tasks import Scorer, TaskGeneration
+from support.taught_mtp import taught
 
 HARNESS = importlib.util.find_spec("lm_eval") is not None
 PAIRS = [("The cat", " sat on the mat."), ("", "A tale"), ("Blanks at the seam  ", "belong to the answer"), ("x", "")]
@@ -161,6 +163,67 @@ def test_the_harness_is_answered_through_its_own_interface(loaded):
     assert lm.loglikelihood_rolling([SimpleNamespace(args=("A tale",))]) == scorer.score_whole(["A tale"])
     settings = {"until": "\n", "max_gen_toks": 4}
     assert lm.generate_until([SimpleNamespace(args=("A", settings))]) == [scorer.generate("A", ["\n"], 4)]
+
+
+@pytest.fixture(scope="module")
+def proposing(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Tokenizer]:
+    """A model whose MTP layer has learnt some of its answers."""
+    folder = make_tiny_model(tmp_path_factory.mktemp("moe"), family="ernie4_5_moe", layers=2)
+    model, tokenizer = erniekit.load(folder, dtype="fp32")
+    return taught(model, [tokenizer.encode_text("The cat"), tokenizer.encode_text("A tale of two")]), tokenizer
+
+
+def test_proposals_of_the_mtp_layer_change_no_answer(proposing):
+    asked = [("The cat", TaskGeneration([], 12)), ("A tale of two", TaskGeneration(["e"], 12))]
+    asked += [("Emil", TaskGeneration([], 12, temperature=1.0))]
+    plain, ahead = Scorer(*proposing, max_length=64), Scorer(*proposing, max_length=64, proposals=2)
+    try:
+        assert ahead.generate_all(asked) == plain.generate_all(asked)
+        load = ahead.engine.engine.load()
+        assert 0 < load.proposals_held < load.proposed
+    finally:
+        plain.close()
+        ahead.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "request_kind", "words", "proposed", "note"),
+    [
+        ("ernie4_5_moe", "generate_until", [], True, ""),
+        ("ernie4_5_moe", "loglikelihood", [], False, "these tasks score texts and generate none"),
+        ("ernie4_5_moe", "generate_until", ["decoding=exact"], False, "one token after the other"),
+        ("ernie4_5", "generate_until", [], False, "the model's files hold no MTP layer"),
+    ],
+)
+def test_speculative_tokens_of_the_command_line_are_proposed_or_a_line_says_why_not(
+    family, request_kind, words, proposed, note, tmp_path, monkeypatch, capsys
+):
+    """Of the harness only its interface stands here."""
+    scorers, wrap = [], tasks.language_model
+
+    def evaluate(model, **how):
+        given = {"generate_until": ("A tale", {"max_gen_toks": 8}), "loglikelihood": ("A", " tale")}[request_kind]
+        getattr(model, request_kind)([SimpleNamespace(args=given)])
+        scorers.append(model.scorer.engine and model.scorer.engine.engine.load().proposed)
+        return {"results": {"mine": {"acc,none": 0.5}}}
+
+    def language_model(harness, scorer):
+        made = wrap(harness, scorer)
+        made.scorer = scorer
+        return made
+
+    manager = SimpleNamespace(match_tasks=list, all_tasks=["mine"])
+    api = SimpleNamespace(model=SimpleNamespace(LM=type("LM", (), {})))
+    harness = SimpleNamespace(api=api, tasks=SimpleNamespace(TaskManager=lambda: manager), simple_evaluate=evaluate)
+    monkeypatch.setattr(tasks, "import_harness", lambda: harness)
+    monkeypatch.setattr(tasks, "language_model", language_model)
+    folder = make_tiny_model(tmp_path / "model", family=family, layers=2)
+    out = ["--model_name_or_path", str(folder), "--output_dir", str(tmp_path / "out"), "--device", "cpu"]
+    assert main(["eval", *out, "--tasks", "mine", "num_speculative_tokens=2", *words]) == 0
+    assert bool(scorers[0]) is proposed
+    told = [line for line in capsys.readouterr().err.splitlines() if "num_speculative_tokens" in line]
+    assert len(told) == bool(note)
+    assert all(note in line for line in told)
 
 
 def test_results_are_flat_numbers():

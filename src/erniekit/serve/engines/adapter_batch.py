@@ -140,6 +140,11 @@ BATCHED: dict[type[LoRALayer], Any] = {LoRALinear: BatchedLoRALinear, LoRARouter
 Trees = Sequence[Mapping[str, LoRALayer]]
 
 
+def without_adapters(models: Mapping[str, nn.Module]) -> list[str]:
+    """Names of those that are the base itself."""
+    return [n for n, model in models.items() if not any(isinstance(m, LoRALayer) for m in model.modules())]
+
+
 def joined(models: Mapping[str, nn.Module], rows: AdapterRows) -> nn.Module | None:
     """One tree for all of them, on the same tensors; None: they cannot be in one batch."""
     if len(models) < 2:

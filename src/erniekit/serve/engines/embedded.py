@@ -33,10 +33,10 @@ from erniekit.serve.engines.base import (
 )
 from erniekit.serve.engines.delivery import SequenceEvent, deliver, put
 from erniekit.serve.engines.exact_logprobs import hold_back
-from erniekit.serve.engines.flat_layers import why_not
 from erniekit.serve.engines.launched import LaunchedStep
 from erniekit.serve.engines.model_changes import ComingModel, ModelChanges, ModelRefused
 from erniekit.serve.engines.open_streams import OpenStreams
+from erniekit.serve.engines.out_of_memory import reason
 from erniekit.serve.engines.outcome import take_states, take_tokens
 from erniekit.serve.engines.paged import PagedCache, SequencePiece
 from erniekit.serve.engines.plain_step import PlainSteps, remove_expert_capacity
@@ -45,6 +45,7 @@ from erniekit.serve.engines.scheduling import EngineLimits as EngineLimits
 from erniekit.serve.engines.scheduling import SequenceScheduler
 from erniekit.serve.engines.sequence import RunningSequence, sequences_of
 from erniekit.serve.engines.speculation import Planned
+from erniekit.serve.engines.step_making import StepMaker
 from erniekit.serve.engines.vision_input import FeatureCache
 
 FAULTS = 3  # probes in a row that failed, after which the engine calls itself unhealthy
@@ -66,13 +67,13 @@ class EmbeddedEngine(SequenceScheduler):
         if cache.blocks < cache.blocks_for(limits.length):
             raise ValueError("the cache must hold one sequence of full length")
         super().__init__(cache, limits)
-        self.steps_on = device
+        self._maker = StepMaker(cache, limits, device)
         self.features = FeatureCache(limits.feature_bytes)
         for model in models.values():
             remove_expert_capacity(model.eval().requires_grad_(False))
         self.plain = PlainSteps(models, cache, self.features, limits.proposals)
         self.device = self.plain.device
-        self.recorded = self._recordable()
+        self.recorded = self._maker.make_or_warn(self.models)
         self._changes = ModelChanges()
         self._accepted = set(models)  # models that sequences may be submitted for
         self._streams = OpenStreams()
@@ -161,7 +162,8 @@ class EmbeddedEngine(SequenceScheduler):
         message = "the engine has ended"
         try:
             with torch.inference_mode():
-                self._record_or_warn(self.recorded)
+                if self.recorded is not None:
+                    self._record_or_warn(self.recorded)
                 while self._wait():
                     self._step()
             message = self._stopping or message
@@ -225,45 +227,39 @@ class EmbeddedEngine(SequenceScheduler):
         for run in self._running:
             self.recorded.leave(run)
             run.cached = min(run.cached, len(run.ids) - 1)
-        refused = self._record() if coming else ""
+        refused = self._record(least=self.limits) if coming else ""
         for name, _, _ in coming if refused else ():
             self.plain.remove(name)
         if refused or not coming:
             self._record_or_warn()
         if self.recorded is not None:
+            with self._lock:
+                for run in self._running[self.limits.sequences :]:  # the steps before had larger batches
+                    self._put_back(run)
             for run in self._running:
                 self.recorded.join(run)
         return refused
 
-    def _recordable(self) -> RecordedSteps | None:
-        if self.steps_on is None:
-            return None
-        for model in self.models.values():
-            if (reason := why_not(model)) is not None:
-                warn(f"steps are not recorded, answers will be slow: {reason}")
-                return None
-        limits = self.limits
-        sizes = (limits.sequences, limits.tokens, limits.length, limits.burst, limits.proposals)
-        return RecordedSteps(self.models, self.cache, self.steps_on, *sizes)
-
-    def _record(self, made: RecordedSteps | None = None) -> str:
-        """Everything these steps replay, or that of new ones; why there is nothing recorded."""
+    def _record(self, made: RecordedSteps | None = None, least: EngineLimits | None = None) -> str:
+        """Everything these steps replay, or that of new ones; why there is nothing recorded. least: with fewer sizes
+        than these limits need there is nothing, too."""
         try:
             if made is None:
                 self.recorded = None  # its graphs' memory is the new ones'
-                made = self._recordable()
-            if made is not None:
-                made.record_all()
+                made = self._maker.make(self.models)
+            self.limits = self._maker.record(made, least)
             self.recorded = made
             return ""
         except Exception as error:  # not kept: its frames hold memory
-            self.recorded = None
-            return f"{type(error).__name__}: {error}"[:300]
+            self.recorded, self.limits = None, self._maker.asked
+            return reason(error, self.limits.memory_key)
 
     def _record_or_warn(self, made: RecordedSteps | None = None) -> None:
         """A device that cannot record after all computes as one that never could."""
         if problem := self._record(made):
             warn(f"steps are not recorded, answers will be slow: {problem}")
+        elif self.limits != self._maker.asked:
+            warn(self._maker.left_out(self.limits))
 
     def _step(self) -> None:
         events = self._change_models()

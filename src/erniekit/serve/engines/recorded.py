@@ -3,6 +3,9 @@
 Used by embedded.py where the device records graphs; without them the same work is launched one by one, which is how
 tests run it on a CPU. A token that is drawn goes into the state on the device (step_state.py), from where the next step
 takes it: the host launches ahead and reads tokens when they have arrived. plain_step.py is the definition.
+Where models are in one batch (adapter_batch.py), a step in which no row has an adapter runs the base's own modules: of
+a step of few rows the products of low rank are half of the time. It is recorded when the first of its size comes, so
+that a start takes no longer and servers of adapters alone record nothing for it; all recordings share their memory.
 T tokens of a step, B rows of a batch, R rows that draw.
 """
 
@@ -17,10 +20,12 @@ from torch import nn
 
 from erniekit.devices.base import Device
 from erniekit.kernels.paged_attention import PagedTokens, Tiles
-from erniekit.serve.engines.adapter_batch import AdapterRows, joined
+from erniekit.log import warn
+from erniekit.serve.engines.adapter_batch import AdapterRows, joined, without_adapters
 from erniekit.serve.engines.base import Token
 from erniekit.serve.engines.flat_layers import angles, logits_of, run_flat
 from erniekit.serve.engines.launched import Fetched, LaunchedStep
+from erniekit.serve.engines.out_of_memory import is_out_of_memory, reason
 from erniekit.serve.engines.paged import PagedCache, SequencePiece
 from erniekit.serve.engines.recorded_speculation import RecordedProposals, StepTensors
 from erniekit.serve.engines.sampler import draw_numbers, sample
@@ -32,6 +37,7 @@ TILE = 64  # tokens of a prompt that one program of the attention kernel takes
 SHORT_TILE = 16  # where there are fewer
 TOGETHER = ""  # the name of all models where they are in one batch
 FETCHED = 8  # copies of results that can be on their way, for each model
+Work = tuple[Callable[[], None], list[torch.Tensor]]  # what launches or replays it, and the logits it leaves
 
 
 def sizes_up_to(most: int, first: int = 1, factor: int = 2) -> list[int]:
@@ -54,7 +60,7 @@ class ChunkInputs:
 
 class RecordedSteps:
     """sequences: at once; tokens: of prompts in one step; length: of a sequence; burst: tokens a row in one launch;
-    proposals: tokens that the MTP layer proposes for a row, if any."""
+    proposals: tokens that the MTP layer proposes for a row, if any; memory_key: what leaves more memory if lowered."""
 
     def __init__(
         self,
@@ -66,12 +72,17 @@ class RecordedSteps:
         length: int,
         burst: int,
         proposals: int = 0,
+        memory_key: str = "gpu_memory_utilization",
     ) -> None:
         self.numbers = {name: number for number, name in enumerate(models)}
         self.adapters = AdapterRows()
         together = joined(models, self.adapters)
         self.models: dict[str, Any] = dict(models) if together is None else {TOGETHER: together}
-        self.cache, self.device, self.burst = cache, device, burst
+        self.bases = frozenset(without_adapters(models))
+        base = None if together is None else next(name for name in models if name in self.bases)
+        self.base: str | None = base  # what steps without adapters are recorded of; None: no others are
+        self.trees = self.models if base is None else {**self.models, base: models[base]}
+        self.cache, self.device, self.burst, self.memory_key = cache, device, burst, memory_key
         self.handle, self.pinned = cache.keys[0].device, device.pins_memory
         self.state = StepState(sequences, cache.blocks_for(length), cache.blocks, self.handle, self.pinned)
         self.batches = sizes_up_to(sequences)
@@ -94,7 +105,8 @@ class RecordedSteps:
         if self.proposals is not None:
             self._rounds = Fetched(self.proposals.ring, count, self.pinned)
         self._blocks = [0] * sequences  # of each slot, as the state has them
-        self._works: dict[tuple[str, str, int, bool], tuple[Callable[[], None], list[torch.Tensor]]] = {}
+        self._works: dict[tuple[str, str, int, bool], Work] = {}
+        self._base_fits = True  # nothing has failed to be recorded for steps without adapters
 
     def tree_of(self, model: str) -> str:
         """What `launch` calls it by; models of one name are launched together."""
@@ -118,12 +130,27 @@ class RecordedSteps:
     # --- a launch
 
     def record_all(self) -> None:
-        """Everything that requests with plain sampling use."""
-        for name in self.models:
-            for size in self.chunks:
-                self._work(name, "chunk", size, True)
-            for size in self.batches:
-                self._work(name, "batch", size, True)
+        """Everything that requests with plain sampling use. Sizes for which there is no memory are taken off `batches`
+        and `chunks`; without the smallest nothing can be computed, and it fails."""
+        self._recorded_sizes("chunk", self.chunks[:1])  # before batches that could leave no memory for it
+        # Batches next: with shorter chunks prompts take more steps, with smaller batches clients wait for each other.
+        self.batches = self._recorded_sizes("batch", self.batches)
+        self.chunks = self._recorded_sizes("chunk", self.chunks)
+
+    def _recorded_sizes(self, kind: str, sizes: list[int]) -> list[int]:
+        for number, size in enumerate(sizes):
+            try:
+                for name in self.models:
+                    self._work(name, kind, size, True)
+                continue
+            except Exception as error:  # not kept: its frames hold memory
+                if not number or not is_out_of_memory(error):
+                    raise
+            for name in self.models:
+                self._works.pop((name, kind, size, True), None)
+            self.device.empty_cache()
+            return sizes[:number]  # larger ones need more
+        return sizes
 
     def launch(self, name: str, group: Sequence[Planned], steps: int) -> LaunchedStep:
         """Pieces of prompts, and `steps` tokens of each sequence that decodes. Sequences whose sampling depends on the
@@ -156,7 +183,7 @@ class RecordedSteps:
         size = _at_least(self.chunks, sum(piece.stop - piece.start for _, piece in fresh))
         inputs = self.inputs[size]
         self._fill(inputs, fresh)
-        replay, left = self._work(name, "chunk", size, not special)
+        replay, left = self._work_for([run for run, _ in fresh], name, "chunk", size, not special)
         replay()
         for run, piece in fresh:
             run.cached = piece.stop
@@ -196,7 +223,7 @@ class RecordedSteps:
     ) -> list[Token | None]:
         size, slots = _at_least(self.batches, len(going)), [run.slot for run in going]
         self.rows[size].put([*slots, *[self.state.padding_slot] * (size - len(slots))])
-        replay, left = self._work(name, "batch", size, not special)
+        replay, left = self._work_for(going, name, "batch", size, not special)
         if not special:
             self.cursor.zero_()
         for _ in range(steps):
@@ -226,8 +253,21 @@ class RecordedSteps:
 
     # --- what is recorded
 
-    def _work(self, name: str, kind: str, size: int, draws: bool) -> tuple[Callable[[], None], list[torch.Tensor]]:
-        """What launches or replays it, and the logits it leaves."""
+    def _work_for(self, runs: Sequence[RunningSequence], name: str, kind: str, size: int, draws: bool) -> Work:
+        """Without the products of adapters where none of these sequences has one."""
+        if name != TOGETHER or self.base is None or not self.bases.issuperset(run.job.model for run in runs):
+            return self._work(name, kind, size, draws)
+        key = (self.base, kind, size, draws)
+        if self._base_fits or key in self._works:
+            try:
+                return self._work(*key)
+            except Exception as error:  # of no request: what is recorded runs on the padding slot
+                self._base_fits, problem = False, reason(error, self.memory_key)
+            self.device.empty_cache()  # behind the error, whose frames hold memory
+            warn(f"steps without adapters are not recorded, answers of the base are slower: {problem}")
+        return self._work(name, kind, size, draws)
+
+    def _work(self, name: str, kind: str, size: int, draws: bool) -> Work:
         key = (name, kind, size, draws)
         if key not in self._works:
             held: list[torch.Tensor] = [self.drawn]
@@ -259,15 +299,16 @@ class RecordedSteps:
         if tiles is not None:
             tiles.put(np.zeros_like(tiles.here))
         self.state.send()
-        replay = self.device.recorded(work)
-        for sent, values in kept:
-            sent.put(values)
-        if tiles is not None:
-            tiles.put(counts)
-        return replay
+        try:
+            return self.device.recorded(work)
+        finally:  # other work may take these inputs
+            for sent, values in kept:
+                sent.put(values)
+            if tiles is not None:
+                tiles.put(counts)
 
     def _chunk_body(self, name: str, size: int, draws: bool) -> torch.Tensor:
-        model, inputs = self.models[name], self.inputs[size]
+        model, inputs = self.trees[name], self.inputs[size]
         ids, rows, places, turns, behind = inputs.tokens.there.unbind(0)
         tiles = Tiles(inputs.tiles.there[0], inputs.tiles.there[1], inputs.tile)
         last, slots = inputs.last.there.unbind(0)
@@ -275,38 +316,40 @@ class RecordedSteps:
         self.adapters.of = self.state.models.there.index_select(0, rows)
         x, added = run_flat(model, model.embed_ids(ids), where, self.tensors.turns(turns), self.cache, tiles)
         logits = logits_of(model, x.index_select(0, last), added.index_select(0, last))
-        if draws:
-            drawn = self.tensors.drawn(logits, slots, places.index_select(0, last) + 1)
-            self.drawn.copy_(drawn)
-            self.state.tokens.index_copy_(0, slots, drawn.clamp(min=0))
-            if self.proposals is not None:
-                self.proposals.after_chunk(model, x + added, behind, where, tiles, last, slots, drawn)
-        return logits
+        if not draws:
+            return logits
+        drawn = self.tensors.drawn(logits, slots, places.index_select(0, last) + 1)
+        self.drawn.copy_(drawn)
+        self.state.tokens.index_copy_(0, slots, drawn.clamp(min=0))
+        if self.proposals is not None:
+            self.proposals.after_chunk(model, x + added, behind, where, tiles, last, slots, drawn)
+        return drawn  # the logits' memory is free for others
 
     def _round_body(self, name: str, size: int, draws: bool) -> torch.Tensor:
         """As a batch, with proposals."""
         assert self.proposals is not None
-        drawn = self.proposals.round(self.models[name], self.rows[size].there, self.adapters, self.cursor)
+        drawn = self.proposals.round(self.trees[name], self.rows[size].there, self.adapters, self.cursor)
         self.cursor.add_(1).remainder_(self.burst)
         return drawn
 
     def _batch_body(self, name: str, size: int, draws: bool) -> torch.Tensor:
-        model, state, rows = self.models[name], self.state, self.rows[size].there
+        model, state, rows = self.trees[name], self.state, self.rows[size].there
         numbers = state.numbers.there.index_select(0, rows)
         places, turns = numbers[:, PLACE].long(), numbers[:, TURN].long()
         where = PagedTokens(rows, places, state.tables, self.cache.size)
         self.adapters.of = state.models.there.index_select(0, rows)
         embedded = model.embed_ids(state.tokens.index_select(0, rows))
         logits = logits_of(model, *run_flat(model, embedded, where, self.tensors.turns(turns), self.cache, None))
-        if draws:
-            drawn = self.tensors.drawn(logits, rows, places + 1)
-            state.tokens.index_copy_(0, rows, drawn.clamp(min=0))
-            # The padding slot does not advance: its one block is overwritten at each step.
-            moved = numbers[:, :2] + (rows != state.padding_slot)[:, None].int()
-            state.numbers.there[:, :2].index_copy_(0, rows, moved)
-            self.ring[:, :size].index_copy_(0, self.cursor, drawn[None])
-            self.cursor.add_(1).remainder_(self.burst)  # recording goes round as often as it likes
-        return logits
+        if not draws:
+            return logits
+        drawn = self.tensors.drawn(logits, rows, places + 1)
+        state.tokens.index_copy_(0, rows, drawn.clamp(min=0))
+        # The padding slot does not advance: its one block is overwritten at each step.
+        moved = numbers[:, :2] + (rows != state.padding_slot)[:, None].int()
+        state.numbers.there[:, :2].index_copy_(0, rows, moved)
+        self.ring[:, :size].index_copy_(0, self.cursor, drawn[None])
+        self.cursor.add_(1).remainder_(self.burst)  # recording goes round as often as it likes
+        return drawn
 
 
 def needs_history(run: RunningSequence) -> bool:

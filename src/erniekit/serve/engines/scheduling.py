@@ -32,6 +32,7 @@ class EngineLimits:
     burst: int = 4  # tokens of each sequence in one launch of recorded steps, while no prompt is read
     exact: bool = False  # log-probabilities are those of training's forward pass, and come with the end of an answer
     proposals: int = 0  # tokens that the model's MTP layer proposes for each sequence and step; 0: none
+    memory_key: str = "gpu_memory_utilization"  # what a user lowers where recorded steps have too little memory
 
 
 class SequenceScheduler:
