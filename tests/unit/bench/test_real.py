@@ -109,7 +109,10 @@ def test_five_rows_with_a_picture_fill_a_pack_as_in_the_workload(tmp_path: Path)
     write_model(case, model)
     write_rows(case, model, file, 6)
     rules = model_rules(model, case.keys["max_pixels"])
-    found = measure(str(file), Detected("messages", ""), rules, case.keys["max_seq_len"], load_tokenizer(model))
+    tokenizer, config = load_tokenizer(model), json.loads((model / "config.json").read_text())
+    assert tokenizer.special_ids["<|IMAGE_PLACEHOLDER|>"] == config["im_patch_id"]
+    assert tokenizer.special_ids["<|IMAGE_END|>"] == config["image_end_token_id"]
+    found = measure(str(file), Detected("messages", ""), rules, case.keys["max_seq_len"], tokenizer)
     assert (found.rows, found.pictures, dict(found.kinds)) == (6, 6, {})
     assert set(found.tokens) == {case.picture}
     longest, shortest = max(found.whole), min(found.whole)
