@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,25 @@ AHEAD = 8  # cores from which on the next process may import while this one meas
 
 def bench_command(args: list[str]) -> int:
     flags = _parser().parse_args(args)
+    with _stopped_as_by_ctrl_c():
+        return _run(flags)
+
+
+@contextmanager
+def _stopped_as_by_ctrl_c() -> Iterator[None]:
+    """By SIGTERM and by a closed terminal, too: Python would leave at once, and the processes that measure would stay.
+    One that is ignored (nohup) stays so."""
+    watched = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    for number in watched:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number in watched:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _run(flags: argparse.Namespace) -> int:
     if flags.list:
         for work in WORKLOADS.values():
             emit(f"{work.name:<10} {work.about}; peers: {', '.join(work.possible) or '-'}")
@@ -55,14 +76,20 @@ def bench_command(args: list[str]) -> int:
 
 
 def _real(flags: argparse.Namespace, out: Path) -> int:
-    from erniekit.bench import real
+    from erniekit.bench import real, real_cases
 
-    cases = [real.cut(case, flags.layers) for case in real.chosen(_items(flags.only))]
-    cases = [real.tiny(case) for case in cases] if flags.tiny else cases
+    cases = [real_cases.cut(case, flags.layers) for case in real_cases.chosen(_items(flags.only))]
+    cases = [real_cases.tiny(case) for case in cases] if flags.tiny else cases
     if flags.steps != STEPS:
         cases = [replace(case, steps=flags.steps) for case in cases]
     more = _options(flags).keys
-    OwnedFiles(out).claim("real.json")
+    if own := [key for key in real.OURS if key in more]:
+        raise ConfigError(
+            f"{own[0]} is the benchmark's own key",
+            where="erniekit bench --real",
+            fix="leave it out; --steps N sets the steps, --output_dir DIR where results go",
+        )
+    OwnedFiles(out).claim("real.json", *map(real.log_name, cases))
     with tempfile.TemporaryDirectory() as work:
         results, failed = real.run_real(cases, out, Path(work), dict(more), flags.again)
     for line in real.table(results):

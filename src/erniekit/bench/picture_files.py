@@ -1,11 +1,13 @@
 """Steps whose pictures lie in files and are decoded ahead of them by processes, as a run's are: what V1-input measures.
 
-Called by ours.py. The pictures are made here: smooth colours and some noise, of a photograph's size in JPEG.
+Called by ours.py; real.py needs the pictures alone. They are made here: smooth colours and some noise, of a
+photograph's size in JPEG.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 
@@ -63,7 +65,7 @@ class PictureFiles:
         for _ in range(different):
             for sample, positions, modality in pictured_row(rows, vocab, rng, ids):
                 path = folder / f"{next(names)}.jpg"
-                _draw(path, round(28 * high * STORED), round(28 * wide * STORED), rng)
+                _draw(path, rows.picture, rng)
                 grid = (1, 2 * high, 2 * wide)
                 medium = Medium((MediaPlace(str(path)),), grid, patch=ids.patch, origin=f"{path}:0")
                 media = SampleMedia(modality, positions.astype(np.int32), np.array([grid], np.int32), (medium,))
@@ -82,9 +84,19 @@ class PictureFiles:
         self.collate.close()
 
 
-def _draw(path: Path, high: int, wide: int, rng: np.random.Generator) -> None:
+def draw_pictures(folder: Path, count: int, tokens: int, seed: int = 0) -> list[Path]:
+    """Files that a model sees as so many tokens each, no two alike; on all cores, as hundreds take a minute on one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{number}.jpg" for number in range(count)]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda n: _draw(paths[n], tokens, np.random.default_rng([seed, n])), range(count)))
+    return paths
+
+
+def _draw(path: Path, tokens: int, rng: np.random.Generator) -> None:
     from PIL import Image
 
+    high, wide = (round(28 * side * STORED) for side in sides(tokens))
     rows, columns = np.linspace(0, 4, high)[:, None, None], np.linspace(0, 4, wide)[None, :, None]
     waves = 110 + 70 * np.sin(rows * rng.uniform(1, 3, 3) + columns * rng.uniform(1, 3, 3))
     noise = rng.integers(0, 40, (high, wide, 1))

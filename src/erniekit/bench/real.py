@@ -3,7 +3,8 @@ from outside: to the first line on the screen, to the first step, real tokens a 
 step to the end. Called by command.py; imports no torch.
 
 A case's folder has the config.json of a real shape and a tokenizer; weights are drawn at random (continue_training:
-False), so that nothing is downloaded. Its rows are text of the demo, cut to the token counts of the case.
+False), so that nothing is downloaded or written. Its rows are text of the demo, cut to the token counts of the case;
+where a case has pictures, each row begins with one. What the command printed is kept.
 """
 
 from __future__ import annotations
@@ -13,86 +14,28 @@ import os
 import random
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from erniekit.bench.report import aligned
-from erniekit.bench.workloads import FULL, LORA, TINY, TINY_EXPERTS
-from erniekit.errors import ConfigError
+import yaml
+
+from erniekit.bench.real_cases import RealCase
+from erniekit.bench.report import aligned, speed
 from erniekit.log import emit
-from erniekit.models.released import ERNIE_03B, ERNIE_21B
 
 STEP = re.compile(r"\bglobal_step: (\d+)")
 LOST = 0.5  # of the steps that are not timed: they meet new lengths, which are compiled then
 HEAD = ("case", "first line s", "first step s", "tokens/s", "all steps", "to the end s", "aim", "what")
+OUTPUT, PICTURES = "out", "pictures"  # folders beside the rows
+OURS = ("model_name_or_path", "train_dataset_path", "output_dir", "max_steps")  # what results are read from
 FIRST_TOKENS = 16  # of a prompt, where a row is one answer
-
-
-@dataclass(frozen=True)
-class RealCase:
-    name: str
-    about: str
-    model: Mapping[str, Any]
-    keys: Mapping[str, Any]
-    rows: tuple[int, int] = (5000, 7500)  # tokens of each row, from and to
-    answer: int = 0  # tokens of each of two answers: rows are preferences
-    steps: int = 60
-    aim: float | None = None  # real tokens a second on one H200
-
-
-_PAIRS: dict[str, Any] = {**FULL, "stage": "DPO", "max_prompt_len": 4096}
-_LORA_8K = {**LORA, "max_seq_len": 8192, "packing": False}
-_CASES = (
-    RealCase(
-        "sft", "0.3B, every weight, 8K, packing off", ERNIE_03B, {**FULL, "max_seq_len": 8192, "packing": False},
-        steps=120, aim=110e3,
-    ),
-    RealCase("sft-packed", "0.3B, every weight, packed 32K", ERNIE_03B, {**FULL, "max_seq_len": 32768}, aim=208e3),
-    RealCase("lora", "21B-A3B, LoRA, 8K, packing off", ERNIE_21B, _LORA_8K, aim=25.2e3),
-    RealCase("lora-fp8", "the same over fp8 weights", ERNIE_21B, {**_LORA_8K, "frozen_base": "fp8"}, aim=29.5e3),
-    RealCase(
-        "dpo", "0.3B, every weight, DPO, four pairs of 4K packed", ERNIE_03B, {**_PAIRS, "max_seq_len": 16384},
-        rows=(3000, 3001), answer=512, aim=135e3,
-    ),
-    RealCase(
-        "dpo-rows", "0.3B, every weight, DPO, four pairs of many lengths, packing off", ERNIE_03B,
-        {**_PAIRS, "max_seq_len": 4608, "packing": False, "batch_size": 4}, rows=(1500, 3072), answer=512,
-    ),
-)  # fmt: skip
-CASES = {case.name: case for case in _CASES}
-
-
-def chosen(names: Sequence[str]) -> list[RealCase]:
-    unknown = [name for name in names if name not in CASES]
-    if unknown:
-        fix = f"choose from: {', '.join(CASES)}"
-        raise ConfigError(f"no case {unknown[0]!r}", where="erniekit bench --real --only", fix=fix)
-    return [CASES[name] for name in names] or list(CASES.values())
-
-
-def tiny(case: RealCase) -> RealCase:
-    """Small enough for a CPU: whether the command runs, not how fast."""
-    model = {**case.model, **TINY, "vocab_size": 1280, "num_key_value_heads": 2}
-    model |= {**TINY_EXPERTS, "moe_num_shared_experts": 1} if "moe_num_experts" in model else {}
-    keys = {**case.keys, "max_seq_len": 256, "compute_type": "fp32", "device": "cpu", "dataset_num_proc": 1}
-    keys |= {"max_prompt_len": 128} if case.answer else {}
-    keys.pop("frozen_base", None)
-    rows, answer = ((64, 96), 16) if case.answer else ((100, 200), 0)
-    return replace(case, model=model, keys=keys, rows=rows, answer=answer, steps=4, aim=None)
-
-
-def cut(case: RealCase, layers: int) -> RealCase:
-    """A model with experts of so many layers, where the whole one takes too long or too much memory."""
-    if not layers or "moe_num_experts" not in case.model:
-        return case
-    model = {**case.model, "num_hidden_layers": layers, "moe_layer_end_index": layers - 1}
-    return replace(case, model=model, about=f"{case.about}, {layers} layers", aim=None)
+LAST_LINES = 8  # of a command that failed, on the screen
 
 
 # --- files
@@ -100,14 +43,16 @@ def cut(case: RealCase, layers: int) -> RealCase:
 
 def write_model(case: RealCase, folder: Path) -> None:
     from erniekit.demo.tiny import make_tokenizer  # imports torch
+    from erniekit.demo.tiny_vision import CONTROL, TOKEN_IDS
 
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(dict(case.model)))
-    make_tokenizer(folder)
+    ids, control = (TOKEN_IDS, CONTROL) if case.picture else ({}, ())  # of the tokenizer that is made here
+    (folder / "config.json").write_text(json.dumps({**case.model, **ids}))
+    make_tokenizer(folder, control=control)
 
 
 def write_rows(case: RealCase, folder: Path, file: Path, count: int, seed: int = 0) -> None:
-    """So many rows of JSONL, by the folder's tokenizer."""
+    """So many rows of JSONL, by the folder's tokenizer; pictures go into a folder beside the file."""
     import sentencepiece
 
     from erniekit.demo.tiny import demo_text
@@ -125,70 +70,121 @@ def write_rows(case: RealCase, folder: Path, file: Path, count: int, seed: int =
             tokens -= sizes[pick]
         return "".join(out[:-1]) or out[0]
 
+    def row(number: int) -> dict[str, Any]:
+        tokens = rng.randrange(*case.rows)
+        if case.answer:
+            answers = [[text(case.answer)], [text(case.answer)]]
+            return {"src": [text(tokens)], "tgt": [], "response": answers, "sort": [1, 0]}
+        question, answer = text(FIRST_TOKENS), text(tokens - case.picture - FIRST_TOKENS)
+        if not case.picture:
+            return {"src": [question], "tgt": [answer]}
+        seen = {"type": "image_url", "image_url": {"url": f"{PICTURES}/{pictures[number].name}"}}
+        asked = {"role": "user", "content": [seen, {"type": "text", "text": question}]}
+        return {"messages": [asked, {"role": "assistant", "content": answer}]}
+
+    pictures = _pictures(case, file.parent / PICTURES, count, seed)
     with file.open("w", encoding="utf-8") as lines:
-        for _ in range(count):
-            tokens = rng.randrange(*case.rows)
-            row: dict[str, Any] = {"src": [text(FIRST_TOKENS)], "tgt": [text(tokens - FIRST_TOKENS)]}
-            if case.answer:
-                answers = [[text(case.answer)], [text(case.answer)]]
-                row = {"src": [text(tokens)], "tgt": [], "response": answers, "sort": [1, 0]}
-            lines.write(json.dumps(row, ensure_ascii=False) + "\n")
+        for number in range(count):
+            lines.write(json.dumps(row(number), ensure_ascii=False) + "\n")
+
+
+def _pictures(case: RealCase, folder: Path, count: int, seed: int) -> list[Path]:
+    if not case.picture:
+        return []
+    from erniekit.bench.picture_files import draw_pictures  # imports torch
+
+    return draw_pictures(folder, count, case.picture, seed)
 
 
 # --- one command
 
 
-def measured(case: RealCase, folder: Path, more: Mapping[str, str], again: bool = False) -> dict[str, Any]:
-    """folder: of the case's files, kept from run to run. again: once before, so that every cache is warm."""
+def measured(case: RealCase, folder: Path, more: Mapping[str, str], again: bool, log: Path) -> dict[str, Any]:
+    """folder: of the case's files, kept from run to run. again: once before, so that every cache is warm; where that
+    fails it is the result. log: gets what is printed."""
     model, rows = folder / "model", folder / "rows.jsonl"
     if not rows.exists():
         write_model(case, model)
         write_rows(case, model, rows, 400 if case.steps > 10 else 24)
-    runs = [_command(case, folder, more) for _ in range(2 if again else 1)]
+    runs: list[dict[str, Any]] = []
+    with log.open("w", encoding="utf-8") as printed:
+        while len(runs) < (2 if again else 1) and not (runs and "failed" in runs[-1]):
+            runs.append(_command(case, folder, more, printed))
     return {"case": case.name, "about": case.about, "aim": case.aim, **runs[-1], "before": runs[:-1]}
 
 
-def _command(case: RealCase, folder: Path, more: Mapping[str, str]) -> dict[str, Any]:
-    output = folder / "out"
-    shutil.rmtree(output, ignore_errors=True)  # of the run before, in a folder of ours
+def _recipe(case: RealCase, folder: Path) -> Path:
     keys = {
-        "model_name_or_path": folder / "model",
+        "model_name_or_path": str(folder / "model"),
         "continue_training": False,
-        "train_dataset_path": folder / "rows.jsonl",
-        "output_dir": output,
-        "cache_dir": folder / "cache",
+        "train_dataset_path": str(folder / "rows.jsonl"),
+        "output_dir": str(folder / OUTPUT),
+        "cache_dir": str(folder / "cache"),
         "max_steps": case.steps,
         "save_strategy": "no",
         "logging_steps": 1,
         "report_to": "none",
         **case.keys,
-        **more,
     }
-    command = [sys.executable, "-m", "erniekit", "train", *(f"{key}={value}" for key, value in keys.items())]
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(keys, sort_keys=False), encoding="utf-8")
+    return path
+
+
+def _command(case: RealCase, folder: Path, more: Mapping[str, str], printed: TextIO) -> dict[str, Any]:
+    output = folder / OUTPUT
+    shutil.rmtree(output, ignore_errors=True)  # of the run before, in a folder of ours
+    words = [str(_recipe(case, folder)), *(f"{key}={value}" for key, value in more.items())]
     began = time.monotonic()
+    lines, code = _printed([sys.executable, "-m", "erniekit", "train", *words], began, printed)
+    ended = time.monotonic() - began
+    steps = [(when, int(found[1])) for when, line in lines if "loss: " in line and (found := STEP.search(line))]
+    if why := failure(code, steps[-1][1] if steps else 0, case.steps):
+        return {"failed": [line for _, line in lines[-LAST_LINES:]], "exit_code": code, "why": why}
+    record = json.loads((output / "run.json").read_text(encoding="utf-8"))
+    speeds = rates(list(_records(output / "metrics.jsonl")))
+    # A run logs tokens alone; every step has the data's pictures a token, or nearly.
+    pictures, tokens = (sum(file.get(name, 0) for file in record["data"]["train"]) for name in ("pictures", "tokens"))
+    return {
+        "first_line_s": lines[0][0],
+        "first_step_s": steps[0][0],
+        "to_the_end_s": ended - steps[-1][0],
+        "seconds": ended,
+        "start_seconds": record.get("start_seconds", {}),
+        **speeds,
+        "pictures_per_s": speeds["tokens_per_s"] * pictures / tokens if pictures else None,
+        "rows": [line.strip() for _, line in lines if line.startswith(("rows ", "note "))],
+    }
+
+
+def failure(code: int, step: int, steps: int) -> str:
+    """Empty: it ended well, with its last step."""
+    if code < 0:
+        return f"killed by signal {-code} ({signal.strsignal(-code)})"
+    return f"exit code {code}" if code else f"ended after step {step} of {steps}" if step < steps else ""
+
+
+def _printed(command: Sequence[str], began: float, printed: TextIO) -> tuple[list[tuple[float, str]], int]:
+    """What it prints, each line with its time, and its exit code. A process group of its own: when we are stopped it is
+    killed with all that it started, as a run of ours has nothing to save."""
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        start_new_session=True,
     ) as process:
-        output_lines = list(_timed(process, began))
-        code = process.wait()
-    ended = time.monotonic() - began
-    if code:
-        return {"failed": [line for _, line in output_lines[-8:]], "exit_code": code}
-    steps = [(when, int(found[1])) for when, line in output_lines if "loss: " in line and (found := STEP.search(line))]
-    first, last = steps[0][0], max(when for when, step in steps if step == case.steps)
-    return {
-        "first_line_s": output_lines[0][0],
-        "first_step_s": first,
-        "to_the_end_s": ended - last,
-        "seconds": ended,
-        "start_seconds": json.loads((output / "run.json").read_text(encoding="utf-8")).get("start_seconds", {}),
-        **rates(list(_records(output / "metrics.jsonl"))),
-        "rows": [line.strip() for _, line in output_lines if line.startswith(("rows ", "note "))],
-    }
+        lines: list[tuple[float, str]] = []
+        try:
+            for when, line in _timed(process, began):
+                lines.append((when, line))
+                print(line, file=printed, flush=True)
+            return lines, process.wait()
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def _timed(process: subprocess.Popen[str], began: float) -> Iterator[tuple[float, str]]:
@@ -216,6 +212,7 @@ def rates(records: Sequence[Mapping[str, float]]) -> dict[str, Any]:
         "all_steps_tokens_per_s": tokens / spent if spent else None,
         "steps": len(records),
         "mfu": records[-1].get("mfu"),
+        "data_wait": statistics.median(record.get("data_wait", 0.0) for record in records[-len(later) :]),
     }
 
 
@@ -226,18 +223,22 @@ def table(results: Sequence[Mapping[str, Any]]) -> list[str]:
 def _row(result: Mapping[str, Any]) -> tuple[str, ...]:
     name, about = str(result["case"]), str(result["about"])
     if "failed" in result:
-        return (name, *("-" for _ in HEAD[2:-1]), "failed", about)
+        return (name, "failed", *("-" for _ in HEAD[2:-1]), f"{about}: {result['why']}")
     whole = result["all_steps_tokens_per_s"]
     return (
         name,
         f"{result['first_line_s']:.1f}",
-        f"{result['first_step_s']:.1f}",
-        f"{result['tokens_per_s']:,.0f}",
+        ", then ".join(f"{run['first_step_s']:.1f}" for run in (*result["before"], result)),
+        speed(result),
         f"{whole:,.0f}" if whole else "-",
         f"{result['to_the_end_s']:.1f}",
         f"{result['aim']:,.0f}" if result["aim"] else "-",
         about,
     )
+
+
+def log_name(case: RealCase) -> str:
+    return f"real-{case.name}.log"
 
 
 def run_real(
@@ -247,8 +248,11 @@ def run_real(
     results: list[dict[str, Any]] = []
     for case in cases:
         emit(f"{case.name}: {case.about}")
-        result = measured(case, work / case.name, more, again)
+        log = out / log_name(case)
+        result = measured(case, work / case.name, more, again, log)
         results.append(result)
+        if "failed" in result:
+            emit(f"{case.name} failed: {result['why']}; all it printed is in {log}, its last lines:")
         for line in result.get("failed", ()):
             emit(f"  {line}")
         (out / "real.json").write_text(json.dumps({"results": results}, indent=1))

@@ -5,7 +5,7 @@ Called by command.py with the workers' JSON.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 HEAD = (
@@ -37,11 +37,6 @@ def _row(result: dict[str, Any], run: dict[str, Any], ours: bool) -> tuple[str, 
     why = "absent" if run.get("absent") else "failed"
     if "step_ms" not in run:
         return (name, run["runner"], why, *("-" for _ in HEAD[3:]))
-    rate = f"{run['tokens_per_s']:,.0f}"
-    if run.get("pairs_per_s"):
-        rate += f" ({run['pairs_per_s']:.3g} pairs)"
-    if run.get("pictures_per_s"):
-        rate += f" ({run['pictures_per_s']:.3g} pictures)"
     ratio = result["ratio_to_best_peer"] if ours else None
     parity = run.get("parity") or {}
     same = "" if ours or not parity else "yes" if parity["equal"] else "NO: " + ", ".join(parity["wrong"])
@@ -49,7 +44,7 @@ def _row(result: dict[str, Any], run: dict[str, Any], ours: bool) -> tuple[str, 
         name,
         run["runner"],
         f"{run['step_ms']:.2f}",
-        rate,
+        speed(run),
         f"{run['trained_tokens_per_s']:,.0f}",
         _percent(run["mfu"]),
         _percent(run["of_ceiling"]),
@@ -58,6 +53,15 @@ def _row(result: dict[str, Any], run: dict[str, Any], ours: bool) -> tuple[str, 
         f"{ratio:.2f}x" if ratio else "",
         same,
     )
+
+
+def speed(run: Mapping[str, Any]) -> str:
+    """Tokens a second, and the pairs or pictures among them."""
+    out = f"{run['tokens_per_s']:,.0f}"
+    for kind in ("pairs", "pictures"):
+        if run.get(f"{kind}_per_s"):
+            out += f" ({run[f'{kind}_per_s']:.3g} {kind})"
+    return out
 
 
 def _percent(share: float | None) -> str:

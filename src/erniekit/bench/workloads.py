@@ -23,6 +23,7 @@ TINY_SEEING: dict[str, Any] = dict(
     im_patch_id=10, image_start_token_id=11, image_end_token_id=12, video_start_token_id=13, video_end_token_id=14,
     video_token_id=15, vision_config=dict(depth=2, hidden_size=32, num_heads=2, mlp_ratio=2, patch_size=14),
 )  # fmt: skip
+TINY_PICTURE = 6  # tokens
 TINY_EXPERTS: dict[str, Any] = dict(moe_num_experts=8, moe_k=2, moe_intermediate_size=32, moe_layer_end_index=1)
 
 # A CPU has no driver for Liger, and takes half a minute to compile.
@@ -260,18 +261,23 @@ def _matches(name: str, pattern: str) -> bool:
     return name == pattern or name.startswith(pattern + "-")
 
 
+def tiny_model(model: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of the same kind of model at a size a CPU trains."""
+    experts = TINY_SEEING if "vision_config" in model else TINY_EXPERTS if "moe_k" in model else {}
+    groups = 4 if model["num_key_value_heads"] == model["num_attention_heads"] else 2
+    small = {**model, **TINY, **experts, "num_key_value_heads": groups}
+    if "vision_config" in model:
+        del small["head_dim"]  # it is hidden / heads there
+    return small
+
+
 def tiny(workload: Workload) -> Workload:
     """The same kind of work at a size a CPU does in a second; memory limits and targets are the real size's."""
-    experts = TINY_SEEING if "vision_config" in workload.model else TINY_EXPERTS if "moe_k" in workload.model else {}
-    groups = 4 if workload.model["num_key_value_heads"] == workload.model["num_attention_heads"] else 2
-    model = {**workload.model, **TINY, **experts, "num_key_value_heads": groups}
-    if "vision_config" in workload.model:
-        del model["head_dim"]  # it is hidden / heads there
     rows = workload.rows
     length = {2048: 32, _8K: 64, 2 * _8K: 128, _32K: 128, _128K: 192}.get(rows.length, 48)
     rows = replace(rows, length=length, mean=24 if rows.mean else 0, answer=8 if rows.pairs else 0)
     if rows.pictures:
-        rows = replace(rows, pictures=min(rows.pictures, 4), picture=6)
+        rows = replace(rows, pictures=min(rows.pictures, 4), picture=TINY_PICTURE)
     peers, also = (tuple(p for p in names if p not in ON_A_CARD) for names in (workload.peers, workload.also))
     keys = {**workload.keys, **({"lora_rank": 8} if workload.lora else {})}
     if "memory_limit" in keys:
@@ -280,8 +286,8 @@ def tiny(workload: Workload) -> Workload:
     packed = "frozen_base" in keys or str(keys.get("compute_type", "")).startswith("wint")
     apart = workload.apart if packed else {}  # else it is bf16 that rounds
     return replace(
-        workload, model=model, rows=rows, keys=keys, peers=peers, also=also, limit_gib=None, target=None, apart=apart,
-        note="",
+        workload, model=tiny_model(workload.model), rows=rows, keys=keys, peers=peers, also=also, limit_gib=None,
+        target=None, apart=apart, note="",
     )  # fmt: skip
 
 

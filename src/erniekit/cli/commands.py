@@ -159,7 +159,7 @@ COMMANDS: dict[str, Command] = {
         (
             "erniekit bench [--only A1,C1] [--peers hf,unsloth | --peers none] [key=value ...]",
             "  --list             the workloads",
-            "  --real             whole `erniekit train` commands, timed from outside; --only sft,lora",
+            "  --real             whole `erniekit train` commands, timed from outside; --only sft,lora,vl-lora",
             "                     --again runs each twice: caches are warm; --layers N cuts models with experts",
             "  --calibrate        rates of this device for `erniekit plan --calibration`, instead of workloads",
             "  --output_dir DIR   where bench.json and a file for each workload go (bench)",

@@ -30,6 +30,11 @@ CONTROL = (
     "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>", "<|IMAGE_END|>", "<|VIDEO_START|>", "<|VIDEO_END|>",
     "<|VIDEO_PLACEHOLDER|>", "<think>", "</think>",
 )  # fmt: skip
+# The first six in a config.json; before them are <unk>, <s>, </s> and the two sentence tokens.
+TOKEN_IDS = dict(
+    im_patch_id=5, image_start_token_id=6, image_end_token_id=7, video_start_token_id=8, video_end_token_id=9,
+    video_token_id=10,
+)  # fmt: skip
 # VL-28B-A3B, shrunk: a first dense layer, then experts of both kinds, the vision's narrower, and shared ones.
 SHAPE: dict[str, Any] = {
     "model_type": "ernie4_5_moe_vl",
@@ -66,12 +71,8 @@ def make_tiny_vision(folder: str | Path, seed: int = 0, layout: str = "hf", **sh
     folder.mkdir(parents=True, exist_ok=True)
     english = [line for line in demo_text() if line.isascii()]
     make_tokenizer(folder, [*english, *(line for line in shapes.sentences() for _ in range(200))], VOCAB, CONTROL)
-    first = 5  # behind <unk>, <s>, </s> and the two sentence tokens
-    image, start, end, video_start, video_end, video = range(first, first + 6)
-    ids = {"im_patch_id": image, "image_start_token_id": start, "image_end_token_id": end, "video_token_id": video}
-    ids |= {"video_start_token_id": video_start, "video_end_token_id": video_end}
     spec = MODELS.get(FAMILY)
-    config = spec.read_config({**SHAPE, **shape, **ids}, "hf", False, str(folder))
+    config = spec.read_config({**SHAPE, **shape, **TOKEN_IDS}, "hf", False, str(folder))
     model = spec.build(config)
     init_weights(model, seed, config.init_std)
     write_model(folder, config, model.state_dict().__getitem__, layout=layout)
