@@ -39,8 +39,9 @@ def _rows_back(
     kind = out.dtype.element_ty
     scale = tl.load(weight + column, mask=own, other=0.0).to(tl.float32)
     sums = tl.zeros([BLOCK], tl.float32)
-    at = tl.program_id(0).to(tl.int64) * width + column
-    for _ in range(tl.program_id(0), rows, tl.num_programs(0)):
+    row = tl.program_id(0)
+    while row < rows:
+        at = row.to(tl.int64) * width + column
         wide = tl.load(total + at, mask=own, other=0.0).to(tl.float32)
         grad = tl.load(of_normed + at, mask=own, other=0.0).to(tl.float32)
         factor = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
@@ -52,7 +53,7 @@ def _rows_back(
         if ADDS:
             found += tl.load(of_total + at, mask=own, other=0.0).to(tl.float32)
         tl.store(out + at, found.to(kind), mask=own)
-        at += tl.num_programs(0) * width
+        row += tl.num_programs(0)
     if WEIGHT:
         tl.store(of_weight + tl.program_id(0).to(tl.int64) * width + column, sums, mask=own)
 
