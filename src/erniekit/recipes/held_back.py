@@ -28,8 +28,8 @@ def brakes(plan: RunPlan, data: TrainData, kernels: list[Choice]) -> Iterator[Br
         yield Brake("fp32: products at a fraction of the card's rate, nothing compiled", "compute_type: bf16")
     if cfg.train.deterministic:
         yield Brake("the same bits in every run: slower kernels in the backward pass", "deterministic: False")
-    if cfg.model.compile is False and cfg.given("compile"):
-        yield Brake("layers are not compiled, as set in the recipe", "compile: True")
+    if cfg.model.compile is False and cfg.given("compile") and not cfg.model.cuda_graph:
+        yield Brake("layers are neither compiled nor replayed, as set in the recipe", "compile: True")
     by = {choice.operation: choice for choice in kernels}
     if cfg.model.attention != "auto":
         yield Brake(f"attention: {cfg.model.attention} instead of the fastest kernel here", "attention: auto")

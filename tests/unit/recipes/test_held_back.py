@@ -43,8 +43,10 @@ def keys(*words: str, rows: int = 6000, kernels: list[Choice] = FLASH, card: boo
     return [brake.key for brake in brakes(plan, data, kernels)]
 
 
-@pytest.mark.parametrize("words", [["packing=True"], ["packing=False"], ["packing=False", "stage=DPO"]])
-def test_a_run_as_it_is_by_default_is_not_held_back(words: list[str]) -> None:
+@pytest.mark.parametrize(
+    "words", [["packing=True"], ["packing=False"], ["packing=False", "stage=DPO"], ["compile=False", "cuda_graph=True"]]
+)
+def test_a_run_as_it_is_by_default_or_replayed_is_not_held_back(words: list[str]) -> None:
     assert keys(*words) == []
 
 
