@@ -29,6 +29,7 @@ from erniekit.log import warn
 Write = Callable[[Path], Mapping[str, FileRecord] | None]
 
 _SYNC_EVERY = 256 << 20  # bytes
+_PIECE = 4 << 20  # bytes that are written and hashed at a time
 _HASHED_LATER = 8  # pieces: a slow write does not hold up the hash, nor a slow hash the next write
 _SYNC = getattr(os, "fdatasync", os.fsync)  # macOS has the latter only
 _HIDDEN = re.compile(r"\.(?P<kind>tmp|del|old)-(?P<name>.+)-\d+-[0-9a-f]{8}")
@@ -108,8 +109,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
         with ThreadPoolExecutor(1, "checkpoint-hash") as hasher, ThreadPoolExecutor(1, "checkpoint-sync") as syncer:
             hashed: deque[Future[Any]] = deque()
             synced: Future[Any] = syncer.submit(bool)
-            for chunk in chunks:
-                view = memoryview(chunk).cast("B")
+            for view in _pieces(chunks):
                 hashed.append(hasher.submit(digest.update, view))
                 size, unsynced = size + len(view), unsynced + len(view)
                 while len(view):
@@ -127,6 +127,14 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
     record = FileRecord(size, digest.hexdigest())
     remember(path, record)
     return record
+
+
+def _pieces(chunks: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
+    """No larger than _PIECE: what waits for its hash is held in memory."""
+    for chunk in chunks:
+        view = memoryview(chunk).cast("B")
+        for start in range(0, len(view), _PIECE):
+            yield view[start : start + _PIECE]
 
 
 def remember(path: Path, record: FileRecord) -> None:

@@ -233,3 +233,29 @@ def test_tensor_files_are_hashed_while_written_and_read_again_only_if_changed_si
     with safe_open(folder / "model-00002-of-00002.safetensors", "pt") as file:
         assert file.get_tensor("w3").eq(3).all()
         assert file.metadata() == {"format": "pt"}
+
+
+def test_a_slow_hash_holds_few_pieces_in_memory_however_large_a_chunk_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "_PIECE", 10)
+    true, data, waiting = hashlib.sha256, [bytes([k]) * 250 for k in range(4)], []
+
+    class Slow:
+        def __init__(self) -> None:
+            self.digest, self.done = true(), 0
+
+        def update(self, piece: memoryview) -> None:
+            time.sleep(0.002)
+            waiting.append((tmp_path / "file").stat().st_size - self.done)
+            self.digest.update(piece)
+            self.done += len(piece)
+
+        def hexdigest(self) -> str:
+            return self.digest.hexdigest()
+
+    monkeypatch.setattr(writer.hashlib, "sha256", Slow)
+    record = writer.write_file(tmp_path / "file", data)
+    assert (tmp_path / "file").read_bytes() == b"".join(data)
+    assert record.sha256 == true(b"".join(data)).hexdigest()
+    assert 10 < max(waiting) <= 100, "it was slower than the writing, and eight pieces and two under way are all"
