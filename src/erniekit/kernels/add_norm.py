@@ -20,12 +20,17 @@ def add_norm(
     if not runs_triton(x) or torch.compiler.is_compiling():  # a compiled layer has it in its own sweeps
         return reference(x, added, weight, eps)
     given = (x, weight) if added is None else (x, weight, added)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
-        if any(tensor.dtype != x.dtype or tensor.dtype not in (torch.bfloat16, torch.float16) for tensor in given):
-            return reference(x, added, weight, eps)
-        both: tuple[torch.Tensor, torch.Tensor] = _AddNorm.apply(x, added, weight, eps)
-        return both
-    return _forward(x, added, weight, eps)
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in given):
+        return _forward(x, added, weight, eps)
+    if not in_16_bits(*given):
+        return reference(x, added, weight, eps)
+    both: tuple[torch.Tensor, torch.Tensor] = _AddNorm.apply(x, added, weight, eps)
+    return both
+
+
+def in_16_bits(*given: torch.Tensor) -> bool:
+    """All of them, in one format: what the kernel computes alike with and without gradients."""
+    return given[0].dtype in (torch.bfloat16, torch.float16) and all(each.dtype == given[0].dtype for each in given)
 
 
 def reference(
@@ -40,7 +45,7 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from erniekit.kernels.triton import add_norm as kernels
 
-    return kernels.add_norm(x, added, weight, eps)
+    return kernels.add_norm(x.contiguous(), None if added is None else added.contiguous(), weight, eps)
 
 
 class _AddNorm(torch.autograd.Function):
@@ -51,7 +56,7 @@ class _AddNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        total, normed = _forward(x.contiguous(), None if added is None else added.contiguous(), weight, eps)
+        total, normed = _forward(x, added, weight, eps)
         ctx.save_for_backward(total, weight)
         ctx.eps = eps
         ctx.set_materialize_grads(False)

@@ -9,6 +9,7 @@ import torch
 
 from erniekit.kernels.add_norm import add_norm, reference
 from erniekit.kernels.rms_norm import rms_norm
+from erniekit.models.layers.norm import RMSNorm
 from support.for_hopper import run_for_hopper
 
 pytest.importorskip("triton", reason="the dev extra installs it on Linux")
@@ -77,6 +78,34 @@ def test_a_weight_in_fp32_beside_16_bit_rows_is_multiplied_as_defined(monkeypatc
     monkeypatch.setattr("erniekit.kernels.add_norm.runs_triton", lambda tensor: True)
     x, weight = torch.randn(2, 32).bfloat16().requires_grad_(), torch.randn(32)
     assert torch.equal(add_norm(x, None, weight, 1e-5)[1], rms_norm(x, weight, 1e-5))
+
+
+@pytest.mark.parametrize("grads", [False, True])
+def test_rows_that_are_a_part_of_longer_ones_are_those_rows(monkeypatch: pytest.MonkeyPatch, grads: bool) -> None:
+    """A slice of each sequence: its rows do not lie end to end."""
+    monkeypatch.setattr("erniekit.kernels.add_norm.runs_triton", lambda tensor: True)
+    torch.manual_seed(4)
+    whole, more = (torch.randn(2, 6, 32).bfloat16().requires_grad_(grads) for _ in range(2))
+    x, added, weight = whole.chunk(2, dim=1)[1], more.chunk(2, dim=1)[1], torch.randn(32).bfloat16()
+    assert not x.is_contiguous()
+    for mine, theirs in zip(add_norm(x, added, weight, 1e-5), reference(x, added, weight, 1e-5)):
+        torch.testing.assert_close(mine, theirs, atol=0.06, rtol=0.02)  # the interpreter cuts where a card rounds
+
+
+@pytest.mark.parametrize(("rows", "weights"), [("float32", "float32"), ("float64", "float64"), ("bfloat16", "float32")])
+def test_a_norm_in_wider_formats_has_the_same_bits_with_and_without_gradients(
+    monkeypatch: pytest.MonkeyPatch, rows: str, weights: str
+) -> None:
+    monkeypatch.setattr("erniekit.kernels.add_norm.runs_triton", lambda tensor: True)
+    torch.manual_seed(5)
+    norm = RMSNorm(48, 1e-5).to(getattr(torch, weights))
+    x = torch.randn(3, 48, dtype=torch.float64).to(getattr(torch, rows)) * 3
+    trained = norm(x)
+    with torch.no_grad():
+        evaluated = norm(x)
+    assert trained.requires_grad
+    assert torch.equal(trained, evaluated)
+    assert torch.equal(evaluated, rms_norm(x, norm.weight, 1e-5))
 
 
 COMPILE = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from erniekit.kernels.add_norm import add_norm
+from erniekit.kernels.add_norm import add_norm, in_16_bits, reference
 from erniekit.models.layers.linear import is_watched
 
 
@@ -19,8 +19,10 @@ class RMSNorm(nn.Module):
         return self.of_sum(x)[1]
 
     def of_sum(self, x: torch.Tensor, added: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """x + added, and its norm; added None: of x."""
-        return add_norm(x, added, self.weight, self.eps)
+        """x + added, and its norm; added None: of x. In wider formats as defined, so that training and evaluation have
+        the same bits there too."""
+        alike = in_16_bits(x, self.weight) and (added is None or added.dtype == x.dtype)
+        return (add_norm if alike else reference)(x, added, self.weight, self.eps)
 
 
 def norm_of_sum(
