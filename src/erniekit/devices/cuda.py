@@ -25,6 +25,7 @@ BF16_PEAK = {
     "A800": 312e12,
     "L40S": 362e12,
 }
+CAPTURE = "thread_local"  # of errors while recording: other threads go on
 EVIDENCE = "ran on one H200; several cards in one machine are described, not run"
 WHEN_ABSENT = "check the driver (nvidia-smi), or run with device=cpu"
 
@@ -99,7 +100,7 @@ class CudaDevice(Device):
         torch.cuda.current_stream(self.handle).wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         # One pool of memory for all: replayed one after the other, none needs what another left.
-        with torch.cuda.graph(graph, pool=_graph_pool(), capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=_shared_graph().pool(), capture_error_mode=CAPTURE):
             work()
         # With `work` live the tensors that it names: what is replayed reads them where they were.
         return partial(_replay, graph, work)
@@ -139,8 +140,13 @@ class CudaDevice(Device):
 
 
 @cache
-def _graph_pool() -> Any:
-    return torch.cuda.graph_pool_handle()
+def _shared_graph() -> Any:
+    """The first in the pool, never replayed: torch takes no pool that all graphs have left while a tensor of theirs
+    lives, as after a recording that failed or where other models are served."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode=CAPTURE):
+        torch.zeros(1, device="cuda")
+    return graph
 
 
 def _replay(graph: Any, work: Callable[[], None]) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from erniekit.kernels import expert_reference
+from erniekit.kernels import expert_reference, few_tokens
 from erniekit.kernels.available import runs_triton
 
 MOST_CELLS = torch.iinfo(torch.int16).max  # experts, or experts times groups: rows are sorted by 16-bit numbers
@@ -26,6 +26,8 @@ class Order(NamedTuple):
 
 def by_expert(ids: torch.Tensor, experts: int) -> Order:
     """ids [T, K] (values in [0, experts]; `experts` itself sorts last and is of no expert)."""
+    if few_tokens.sorts(ids, experts):
+        return Order(*few_tokens.order(ids, experts))
     flat = ids.reshape(-1)
     row_of = torch.sort(flat.to(torch.int16), stable=True).indices
     place_of = torch.empty_like(row_of).scatter_(0, row_of, torch.arange(row_of.numel(), device=ids.device))

@@ -21,6 +21,7 @@ from erniekit.kernels.available import why_no_triton
 ALIGNED = 8  # widths of 16-bit numbers that tensor cores' kernels load are multiples of this
 HIGHEST_RANK = 128  # of adapters that the expert kernels hold in registers
 LISTED = "queries and keys of different lengths have bounds: packed attention"
+FEW_WIDTH = 32  # hidden and width of experts, where products have tiles of few rows: columns of a tile
 PAGED_HEADS = (16, 32, 64, 128, 256)  # channels of a head that paged attention's tiles take
 GATED_HIDDEN = 2048  # widest input of gate and up that is faster with SwiGLU in the product: 0.16 for 0.24 ms at 1024
 
@@ -191,6 +192,14 @@ def _no_bf16_tiles(f: ExpertFacts) -> str | None:
     return None if torch.cuda.get_device_capability(f.device) == fp8_cards.GROUPED else "for Hopper cards"
 
 
+def _no_few(f: ExpertFacts) -> str | None:
+    if problem := _no_expert_kernels(f):
+        return problem
+    if f.hidden % FEW_WIDTH or f.width % FEW_WIDTH:
+        return f"widths {f.hidden} and {f.width} are not multiples of {FEW_WIDTH}"
+    return None
+
+
 def _no_quack(what: str) -> Callable[[ProductFacts], str | None]:
     def why_not(f: ProductFacts) -> str | None:
         return _no_nvidia(f.device) or _no_grouped(f) or quack_gemm.why_not(what, f.device)
@@ -227,6 +236,8 @@ OPERATIONS: dict[str, tuple[Implementation, ...]] = {
     "paged attention": (Implementation("triton", _no_paged), Implementation("gathered", _none)),
     "feed-forward": (Implementation("quack", _no_gated), Implementation("product and swiglu", _none)),
     "experts": (Implementation("triton", _no_expert_kernels), Implementation("plain", _none)),
+    # Of a server's step: no gradients, no adapters, weights as they are.
+    "experts of few tokens": (Implementation("triton", _no_few), Implementation("as of many", _none)),
     "grouped products": (
         Implementation("quack", _no_quack("experts")),
         Implementation("torch", _no_grouped),

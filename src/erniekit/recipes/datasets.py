@@ -115,12 +115,12 @@ class TrainData:
             close()
 
     def padding(self, cfg: RunConfig) -> dict[str, Any]:
-        """Rows as long as their longest, or all of one length where shapes are fixed: a compiled model recompiles
-        for none of them, and pipeline stages agree on them beforehand. ERNIEKit's rows are, and its router losses
+        """Rows as long as their longest, or all of one length where shapes are fixed: layers that are compiled or
+        replayed know no other, and pipeline stages agree on them beforehand. ERNIEKit's rows are, and its router losses
         read their padding."""
         multiple = math.lcm(8, self.length_multiple)
         whole = -(-cfg.data.max_seq_len // self.length_multiple) * self.length_multiple
-        fixed = cfg.model.compile or self.world.layout.pp > 1 or cfg.compat.rows_of_one_length
+        fixed = cfg.model.compile or cfg.model.cuda_graph or self.world.layout.pp > 1 or cfg.compat.rows_of_one_length
         return {"pad_id": self.pad_id, "pad_multiple": multiple, "pad_to": whole if fixed else None}
 
     def eval_batches(self, cfg: RunConfig, number: int = 0) -> Iterator[Batch]:

@@ -42,7 +42,7 @@ def run_train(
     begin(cfg, begun)
     with without_collections():
         if _on_card(cfg):
-            import_beside_torch(compiles=cfg.model.compile is not False)
+            import_beside_torch(compiles=bool(cfg.model.compile))
         from erniekit.recipes.training import train
     return train(stage_of(cfg, session.loss if session else None), cfg, command or sys.argv, launch, session)
 

@@ -41,16 +41,17 @@ TWO_BANKS_LAUNCHES = 13e-3  # of one with a bank for text and one for pictures
 
 def for_device(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -> RunConfig:
     cfg = cfg.derive(*_buckets(cfg, device, world, model))
-    cfg = cfg.derive(*_compile(cfg, device), *_recompute(cfg, device, world, model))
+    cfg = cfg.derive(*_recompute(cfg, device, world, model))
     cfg = cfg.derive(*host_layers(cfg, device, world, model))
     if cfg.data.joins_rows:
-        return cfg  # how long a micro-batch takes is known with the data's lengths
+        return cfg  # how long a micro-batch takes is known with the data's lengths, and by that the rest
     return for_lengths(cfg, device, world, model, cfg.train.per_device_train_batch_size * cfg.data.max_seq_len)
 
 
 def for_lengths(cfg: RunConfig, device: Device, world: World, model: DecoderConfig, tokens: float) -> RunConfig:
     """What depends on how long a micro-batch is. tokens: of a usual one, padding too."""
-    return cfg.derive(*_graph(cfg, device, world, model, tokens))
+    cfg = cfg.derive(*_graph(cfg, device, world, model, tokens))
+    return cfg.derive(*_compile(cfg, device, model))
 
 
 def force_kernels(cfg: RunConfig) -> None:
@@ -74,7 +75,7 @@ def _buckets(cfg: RunConfig, device: Device, world: World, model: DecoderConfig)
     if requested == ("off",):
         return
     why_not = why_rows_stay(cfg, world.layout, model)
-    compiled = cfg.model.compile if cfg.model.compile is not None else _why_not_compiled(cfg, device) is None
+    compiled = _compiles(cfg, device)
     replayed = cfg.model.cuda_graph and _why_not_replayed_as_written(cfg, device, model) is None
     if why_not is None and requested == ("auto",) and not compiled and not replayed:
         why_not = "layers are neither compiled nor replayed"
@@ -114,10 +115,18 @@ def _why_not_compiled(cfg: RunConfig, device: Device) -> str | None:
     return None
 
 
-def _compile(cfg: RunConfig, device: Device) -> Iterator[Note]:
+def _compiles(cfg: RunConfig, device: Device) -> bool:
+    """As set, or where it could be."""
+    return _why_not_compiled(cfg, device) is None if cfg.model.compile is None else cfg.model.compile
+
+
+def _compile(cfg: RunConfig, device: Device, model: DecoderConfig) -> Iterator[Note]:
+    """Layers that are replayed run as fast as they are written, and start without torch's compiler."""
     if cfg.model.compile is not None:
         return
     why_not = _why_not_compiled(cfg, device)
+    if cfg.model.cuda_graph and _why_not_replayed_as_written(cfg, device, model) is None:
+        why_not = "replayed layers are as fast without it, and the run starts sooner"
     if why_not is None and cfg.train.stage == "SFT" and not cfg.data.packing and not cfg.data.joins_rows:
         why_not = "rows of many lengths; length_buckets: auto makes them few, packing: True of one"
     lengths = "a few lengths" if cfg.data.joins_rows else "one length"
@@ -135,9 +144,9 @@ def _graph(cfg: RunConfig, device: Device, world: World, model: DecoderConfig, t
         why_not = "a graph's gradients are all complete at once, and update_in_backward lets each go"
     elif requested is None and model.mtp_layers:
         why_not = "with layers that predict further tokens only with cuda_graph: True"
-    elif not cfg.model.compile and requested is None:
-        why_not = "layers that are not compiled are replayed only with cuda_graph: True"
-    elif not cfg.model.compile and (problem := _why_not_replayed_as_written(cfg, device, model)):
+    elif cfg.model.compile is False and requested is None:
+        why_not = "with compile: False only with cuda_graph: True"
+    elif not _compiles(cfg, device) and (problem := _why_not_replayed_as_written(cfg, device, model)):
         why_not = f"layers are not compiled, and {problem}"
     elif cfg.memory.recompute or (model.moe is not None and cfg.moe.use_recompute_moe):
         why_not = "layers are computed again in the backward pass"

@@ -53,6 +53,7 @@ def everything(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> dic
         "fp8 products": Fp8Facts(device, 2560, 1536),
         "experts' fp8 products": Fp8Facts(device, 2560, 1536, experts=True),
         "paged attention": PagedFacts(device, dtype, 128),
+        "experts of few tokens": ExpertFacts(device, dtype, 2560, 1536),
     }  # fmt: skip
     return {operation: chosen(operation, facts[operation]) for operation in OPERATIONS}
 

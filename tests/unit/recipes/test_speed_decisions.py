@@ -41,6 +41,10 @@ def settled(*words: str, device: Any = None, world: Any = ALONE, model: DecoderC
         (["packing=True"], "gpu", 1, True),
         (["packing=True"], "cpu", 1, False),
         (["packing=True"], "gpu", 2, True),
+        (["packing=True", "max_seq_len=2048"], "gpu", 1, False),  # replayed, as layers are written
+        (["packing=True", "max_seq_len=2048", "cuda_graph=False"], "gpu", 1, True),
+        (["packing=True", "max_seq_len=2048", "compile=True"], "gpu", 1, True),
+        (["packing=True", "max_seq_len=2048", "compute_type=fp8"], "gpu", 1, True),
         (["packing=True", "pp_schedule=zero_bubble", "virtual_pp_degree=2"], "gpu", 2, False),
         (["packing=False"], "gpu", 1, True),
         (["packing=False", "length_buckets=off"], "gpu", 1, False),
@@ -50,12 +54,17 @@ def settled(*words: str, device: Any = None, world: Any = ALONE, model: DecoderC
         (["packing=True", "compile=False"], "gpu", 1, False),
     ],
 )
-def test_layers_are_compiled_on_cards_with_rows_of_few_lengths_or_as_told(
+def test_layers_are_compiled_on_cards_with_rows_of_few_lengths_that_are_not_replayed_or_as_told(
     words: list[str], device: str, ranks: int, want: bool
 ) -> None:
     pytest.importorskip("triton", reason="the dev extra installs it on Linux")
     world = SimpleNamespace(size=ranks, layout=Layout(dp=ranks))
-    cfg = settled("compute_type=bf16", *words, device=card(device), world=world)
+    usual = ["batch_size=1", "max_seq_len=8192", "compute_type=bf16"]
+    kept = [word for word in usual if not any(other.startswith(word.split("=")[0] + "=") for other in words)]
+    cfg = settled(*kept, *words, device=card(device), world=world)
+    if cfg.data.joins_rows:
+        assert cfg.model.compile is None or cfg.given("compile"), "the data has not been read"
+        cfg = for_lengths(cfg, card(device), world, SMALL, 8192)
     assert cfg.model.compile is want
 
 
@@ -154,6 +163,7 @@ def test_graphs_of_joined_rows_are_decided_by_how_long_those_are() -> None:
     assert cfg.model.cuda_graph is None, "the data has not been read"
     short, long = (for_lengths(cfg, card(), ALONE, SMALL, tokens) for tokens in (6400, 8192))
     assert (short.model.cuda_graph, long.model.cuda_graph) == (True, False)
+    assert (short.model.compile, long.model.compile) == (False, True)
 
 
 def test_as_few_layers_are_computed_again_as_memory_asks_for() -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from erniekit.kernels import few_tokens
 from erniekit.kernels.precision import at_least_fp32
 from erniekit.kernels.router_logits import router_logits
 from erniekit.models.config import DecoderConfig
@@ -40,6 +41,8 @@ class Router(nn.Module):
             self.bias = nn.Parameter(torch.zeros(self.experts), requires_grad=False)
 
     def forward(self, x_TH: torch.Tensor, bias: torch.Tensor | None = None) -> Routing:
+        if few_tokens.routes(x_TH, self.weight, self.choices):
+            return self.choose(x_TH, few_tokens.logits(x_TH, self.weight), bias)
         with torch.autocast(x_TH.device.type, enabled=False):
             logits = router_logits(x_TH, self.weight)
         return self.choose(x_TH, logits, bias)
@@ -47,6 +50,10 @@ class Router(nn.Module):
     def choose(self, x_TH: torch.Tensor, logits: torch.Tensor, bias: torch.Tensor | None = None) -> Routing:
         """By fp32 logits [T, E]."""
         bias = self.bias if bias is None else bias
+        room = self.room(x_TH.shape[0])
+        if room >= x_TH.shape[0] and few_tokens.routes(x_TH, self.weight, self.choices):
+            by = bias if self.biased else None
+            return Routing(logits, *few_tokens.choose(logits, by, self.choices, self.norm_min, x_TH.dtype))
         with torch.autocast(x_TH.device.type, enabled=False):
             probs = logits.softmax(-1)
             scores = probs.detach()
@@ -54,7 +61,6 @@ class Router(nn.Module):
                 scores = scores + at_least_fp32(bias)
             ids = scores.topk(self.choices, dim=-1).indices
             weights = probs.gather(1, ids)
-            room = self.room(x_TH.shape[0])
             if room < x_TH.shape[0]:
                 kept = _first_come(ids, self.experts, room)
                 ids, weights = torch.where(kept, ids, self.experts), weights * kept

@@ -40,7 +40,7 @@ from erniekit.serve.engines.out_of_memory import reason
 from erniekit.serve.engines.outcome import take_states, take_tokens
 from erniekit.serve.engines.paged import PagedCache, SequencePiece
 from erniekit.serve.engines.plain_step import PlainSteps, remove_expert_capacity
-from erniekit.serve.engines.recorded import RecordedSteps
+from erniekit.serve.engines.recorded import RecordedSteps, is_plain
 from erniekit.serve.engines.scheduling import EngineLimits as EngineLimits
 from erniekit.serve.engines.scheduling import SequenceScheduler
 from erniekit.serve.engines.sequence import RunningSequence, sequences_of
@@ -286,6 +286,8 @@ class EmbeddedEngine(SequenceScheduler):
                 else:
                     events += self._settle(part, outcome)
         while len(self._launched) > behind:
+            if firsts := self._launched[0].read_firsts():  # not held back until the others' tokens are there
+                deliver(self._remove_ended(self._taken(firsts), False))
             events += self._read(self._launched.popleft())
         current = self._remove_ended(events, bool(plan))
         if not worked:
@@ -311,7 +313,7 @@ class EmbeddedEngine(SequenceScheduler):
         """Recorded what can be, the rest plainly. events: of launches that have to be read because this one failed."""
         if self.recorded is None:
             return self._one_by_one(name, group)
-        plain = [each for each in group if _is_plain(*each)]
+        plain = [each for each in group if is_plain(*each)]
         out = [result for one in plain for result in self._one_by_one(one[0].job.model, [one])]
         rest = [each for each in group if each not in plain]
         try:
@@ -375,11 +377,16 @@ class EmbeddedEngine(SequenceScheduler):
 
     def _read(self, launched: LaunchedStep) -> list[SequenceEvent]:
         """The same after a launch, once its tokens are here."""
+        events = self._taken(launched.read())
+        self._time_steps(launched)
+        self._count_proposals(launched.proposed, launched.held)
+        return events
+
+    def _taken(self, found: list[tuple[RunningSequence, list[Token | None]]]) -> list[SequenceEvent]:
         events: list[SequenceEvent] = []
-        for run, tokens in launched.read():
+        for run, tokens in found:
             run.ahead -= len(tokens)
             events += self._take(run, tokens)
-        self._count_proposals(launched.proposed, launched.held)
         return events
 
     def _take(self, run: RunningSequence, tokens: Sequence[Token | None]) -> list[SequenceEvent]:
@@ -389,8 +396,3 @@ class EmbeddedEngine(SequenceScheduler):
         if self.limits.exact and run.job.sampling.logprobs is not None and run.job.vision is None:
             return hold_back(self.models[run.job.model], run, events, tokens)
         return events
-
-
-def _is_plain(run: RunningSequence, piece: SequencePiece) -> bool:
-    """Pieces that recorded steps do not compute: of prompts with pictures, and of those whose states are pooled."""
-    return run.pooled is not None or (run.features is not None and piece.start < len(run.job.prompt))

@@ -46,7 +46,18 @@ class LaunchedStep:
     state: StepState | None = None  # where rounds are noted, once they are known
     held: int = 0  # tokens of proposals that were accepted
     event: Event | None = None
+    first_event: Event | None = None  # when `drawn` is there: before the tokens of the others are
     known: list[Token | None] | None = None  # read already
+    launched: float = 0.0  # when, on the host's clock
+
+    def read_firsts(self) -> list[tuple[RunningSequence, list[Token | None]]]:
+        """The first tokens of new sequences, where they are drawn before the rest is computed; `read` has the rest."""
+        if self.first_event is None or self.drawn is None:
+            return []
+        self.first_event.synchronize()
+        ids, found = self.drawn[: len(self.firsts)].tolist(), self.firsts
+        self.firsts, self.drawn = [], None
+        return [(run, [_token(id)]) for (run, epoch), id in zip(found, ids) if not run.gone and run.epoch == epoch]
 
     def read(self) -> list[tuple[RunningSequence, list[Token | None]]]:
         """Waits for them. Of sequences that were put back since nothing is left."""

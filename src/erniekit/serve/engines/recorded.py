@@ -11,6 +11,7 @@ T tokens of a step, B rows of a batch, R rows that draw.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 from erniekit.devices.base import Device
+from erniekit.kernels import few_tokens
 from erniekit.kernels.paged_attention import PagedTokens, Tiles
 from erniekit.log import warn
 from erniekit.serve.engines.adapter_batch import AdapterRows, joined, without_adapters
@@ -165,9 +167,13 @@ class RecordedSteps:
         self.state.send()
         firsts = [run for run, piece in fresh if piece.stop == run.length]
         out = LaunchedStep([(run, run.epoch) for run in firsts], [(run, run.epoch) for run in going], steps)
+        out.launched = time.perf_counter()
         known: list[Token | None] = []
         if fresh:
             known += self._chunk(name, fresh, firsts, special, out)
+        if firsts and going and not special:
+            out.first_event = self.device.event()
+            out.first_event.record()
         if going:
             known += self._batch(name, going, steps, special, out)
         if special:
@@ -276,7 +282,8 @@ class RecordedSteps:
                 body = self._round_body
 
             def work() -> None:
-                held[0] = body(name, size, draws)
+                with few_tokens.enabled():
+                    held[0] = body(name, size, draws)
 
             self._works[key] = (self._recorded(work, kind, size), held)
         return self._works[key]
@@ -356,6 +363,11 @@ def needs_history(run: RunningSequence) -> bool:
     """Whether its next token depends on the one before by more than the model, or more than its id is returned."""
     sampling = run.job.sampling
     return not sampling.plain or sampling.logprobs is not None or run.matcher is not None
+
+
+def is_plain(run: RunningSequence, piece: SequencePiece) -> bool:
+    """Pieces that recorded steps do not compute: of prompts with pictures, and of those whose states are pooled."""
+    return run.pooled is not None or (run.features is not None and piece.start < len(run.job.prompt))
 
 
 def _at_least(sizes: Sequence[int], count: int) -> int:

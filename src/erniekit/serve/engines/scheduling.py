@@ -6,6 +6,7 @@ All of it under the engine's lock, in its thread.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -35,6 +36,9 @@ class EngineLimits:
     memory_key: str = "gpu_memory_utilization"  # what a user lowers where recorded steps have too little memory
 
 
+BURST_S = 0.012  # most seconds of a burst: a prompt that comes waits for two of them
+
+
 class SequenceScheduler:
     """recorded: the steps that sequences take a slot of, where there are any."""
 
@@ -46,6 +50,7 @@ class SequenceScheduler:
         self._waiting = FairQueue(limits.queue)
         self._running: list[RunningSequence] = []
         self._evicted = self._preempted = 0
+        self._step_s = self._read_at = 0.0  # seconds of a recorded step of late; when a launch was read last
 
     def _plan(self) -> tuple[list[Planned], int]:
         """What this step computes: sequences that decode first, then chunked prefill, up to the token budget; and how
@@ -91,13 +96,23 @@ class SequenceScheduler:
         return steps * (1 + self.limits.proposals)
 
     def _burst(self, runs: list[RunningSequence]) -> int:
-        """Tokens of each that decodes: several while no prompt is being read. Who waits still waits for a place."""
+        """Tokens of each that decodes: several while no prompt is being read, in so short a time that the next prompt
+        does not wait for long. Who waits still waits for a place."""
         if self.recorded is None or not all(run.placed for run in runs):
             return 1
         if any(needs_history(run) for run in runs):
             return 1
         most = min((min(run.left, self.limits.length - run.length) for run in runs), default=1)
-        return max(1, min(self.limits.burst, most // self._most_of(1)))
+        soon = int(BURST_S / self._step_s) if self._step_s else self.limits.burst
+        return max(1, min(self.limits.burst, most // self._most_of(1), soon))
+
+    def _time_steps(self, launched: LaunchedStep) -> None:
+        """Of a launch that was just read: the device began it at once, or when it was done with the one before."""
+        now = time.perf_counter()
+        if launched.going:
+            each = (now - max(launched.launched, self._read_at)) / launched.steps
+            self._step_s = each if not self._step_s else (3 * self._step_s + each) / 4
+        self._read_at = now
 
     def _admit(self, new: RunningSequence) -> bool:
         """Whether it can run now. Those of clients and requests that hold more than their share wait again for it."""
