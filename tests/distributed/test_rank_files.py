@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from erniekit import heartbeat
-from erniekit.checkpoint import gather
+from erniekit.checkpoint import gather, rank_files
 from erniekit.checkpoint.collective import CollectiveSaves
 from erniekit.checkpoint.compress import StoredState
 from erniekit.checkpoint.manager import CheckpointManager
@@ -104,6 +104,26 @@ def test_ranks_write_their_own_and_any_layout_reads_just_what_it_needs(
                     assert torch.equal(part[box.local_slices], want[box.local_slices])
                     held += 4 * part[box.local_slices].numel()
         assert stored.files.bytes_read == held
+
+
+def save_in_two(output: str, seed: int) -> tuple[str, int]:
+    rank_files.TWO_FROM = 1  # this process is of this call's ranks only
+    try:
+        return save(output, seed)
+    finally:
+        rank_files.TWO_FROM = 128 << 20
+
+
+def test_a_rank_with_much_writes_two_files_at_once_and_they_are_read_as_one(ranks: Ranks, tmp_path: Path) -> None:
+    told = ranks.run(2, save_in_two, str(tmp_path), 5)
+    assert told == [("", 0)] * 2
+    folder = tmp_path / "checkpoint-1"
+    sizes = {p.name: p.stat().st_size for p in folder.glob("optimizer*")}
+    first = [f"optimizer-rank-{k:05d}-of-00002" for k in range(2)]
+    assert sorted(sizes) == sorted(f"{name}{more}.safetensors" for name in first for more in ("", "-part-2"))
+    CheckpointManager(tmp_path).verify(folder, "full")
+    whole = TensorFiles.of_stem(folder, "optimizer")
+    assert all(torch.equal(whole.read(f"{n}/exp_avg"), value_of(n)) for n in SHAPES)
 
 
 def test_a_rank_that_does_not_see_the_folder_sends_its_part_as_before(ranks: Ranks, tmp_path: Path) -> None:

@@ -202,8 +202,8 @@ class Exchange:
                 parts.append((stored, boxes, stored_shape(self.sharding, name), self._part(name)))
         if not parts:
             return {}
-        path = folder / rank_files.file_of(order["stem"], self.rank, len(self._others) + 1)
-        return _reply_of({path.name: rank_files.write_part(path, parts)})
+        ranks = len(self._others) + 1
+        return _reply_of(rank_files.write_parts(folder, order["stem"], self.rank, ranks, parts))
 
     def _write_files(self, order: Mapping[str, Any]) -> dict[str, Any]:
         assert self.model is not None

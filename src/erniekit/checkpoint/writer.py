@@ -28,7 +28,7 @@ from erniekit.log import warn
 # A writer fills the folder; files it hashed while writing and returns the records of are not read again.
 Write = Callable[[Path], Mapping[str, FileRecord] | None]
 
-_SYNC_EVERY = 256 << 20  # bytes
+_SYNC_EVERY = 64 << 20  # bytes
 _PIECE = 4 << 20  # bytes that are written and hashed at a time
 _HASHED_LATER = 8  # pieces: a slow write does not hold up the hash, nor a slow hash the next write
 _SYNC = getattr(os, "fdatasync", os.fsync)  # macOS has the latter only

@@ -29,9 +29,12 @@ def by_expert(ids: torch.Tensor, experts: int) -> Order:
     if few_tokens.sorts(ids, experts):
         return Order(*few_tokens.order(ids, experts))
     flat = ids.reshape(-1)
-    row_of = torch.sort(flat.to(torch.int16), stable=True).indices
+    sorted_ids, row_of = torch.sort(flat.to(torch.int16), stable=True)
     place_of = torch.empty_like(row_of).scatter_(0, row_of, torch.arange(row_of.numel(), device=ids.device))
-    return Order(row_of, place_of, count(ids, experts).cumsum(0).to(torch.int32))
+    if torch.compiler.is_compiling() or ids.device.type not in ("cpu", "cuda"):  # others may lack it for 16 bits
+        return Order(row_of, place_of, count(ids, experts).cumsum(0).to(torch.int32))
+    numbers = torch.arange(experts, device=ids.device, dtype=torch.int16)
+    return Order(row_of, place_of, torch.searchsorted(sorted_ids, numbers, right=True, out_int32=True))
 
 
 def by_expert_and_group(

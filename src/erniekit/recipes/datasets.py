@@ -245,7 +245,7 @@ def with_data(plan: RunPlan, data: TrainData) -> RunPlan:
     """The plan with what the lengths of the data's rows decide; its notes are printed."""
     if not data.lengths:
         return plan
-    settled = plan.with_lengths(data.lengths, data.usual_size)
+    settled = plan.with_lengths(data.lengths, data.usual_size, data.max_steps)
     for note in settled.config.notes[len(plan.config.notes) :]:
         if not note.quiet:
             emit(f"note     {note}")

@@ -84,9 +84,9 @@ class RunPlan(DevicePlan):
             return Graphed(1, self.lengths, t.gradient_accumulation_steps)
         return Graphed(t.per_device_train_batch_size, (self.config.data.max_seq_len,), t.gradient_accumulation_steps)
 
-    def with_lengths(self, lengths: tuple[int, ...], usual: float) -> RunPlan:
-        """With what the data decides: the lengths its joined rows have, and tokens of a usual micro-batch."""
-        cfg = speed_decisions.for_lengths(self.config, self.device, self.world, self.folder.config, usual)
+    def with_lengths(self, lengths: tuple[int, ...], usual: float, steps: int = -1) -> RunPlan:
+        """With what the data decides: the lengths its joined rows have, tokens of a usual micro-batch, and steps."""
+        cfg = speed_decisions.for_lengths(self.config, self.device, self.world, self.folder.config, usual, steps)
         return replace(self, config=cfg, lengths=lengths)
 
     @property

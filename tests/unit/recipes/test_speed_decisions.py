@@ -166,6 +166,22 @@ def test_graphs_of_joined_rows_are_decided_by_how_long_those_are() -> None:
     assert (short.model.compile, long.model.compile) == (False, True)
 
 
+@pytest.mark.parametrize(
+    ("model", "steps", "want"),
+    [(SMALL, 100_000, False), (LARGE, 100, False), (LARGE, 100_000, True), (LARGE, -1, True)],
+)
+def test_replayed_layers_with_experts_are_compiled_for_long_runs_only(
+    model: DecoderConfig, steps: int, want: bool
+) -> None:
+    pytest.importorskip("triton", reason="the dev extra installs it on Linux")
+    words = ["compute_type=bf16", "batch_size=1", "max_seq_len=2048", f"max_steps={steps}"]
+    packed = settled(*words, "packing=True", model=model)
+    joined = for_lengths(settled(*words, "packing=False", model=model), card(), ALONE, model, 2048, steps)
+    for cfg in (packed, joined):
+        assert cfg.model.cuda_graph is True
+        assert cfg.model.compile is want
+
+
 def test_as_few_layers_are_computed_again_as_memory_asks_for() -> None:
     long = ("recompute=True", "recompute_granularity=auto", "max_seq_len=131072", "packing=True")
     roomy, tight = settled(*long), settled(*long, "memory_limit=40")

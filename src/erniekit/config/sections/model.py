@@ -38,13 +38,14 @@ class ModelSection:
     compile: bool | None = key(
         None,
         "torch.compile the decoder layers: slower first step, faster later ones. Default: on for NVIDIA cards with "
-        "rows of one length, or of a few (length_buckets).",
+        "rows of one length, or of a few (length_buckets), where layers are not replayed (cuda_graph); replayed layers "
+        "with experts are compiled for runs of more than a quarter of an hour.",
     )
     cuda_graph: bool | None = key(
         None,
-        "Replay the layers as CUDA graphs. Default: on for compiled layers and micro-batches so short that launching "
-        "kernels takes longer than running them. Only for SFT and PT on NVIDIA cards without communication inside the "
-        "layers. With compile: False a run starts without torch's compiler.",
+        "Replay the layers as CUDA graphs. Default: on for micro-batches so short that launching kernels takes longer "
+        "than running them; off with compile: False. Only for SFT and PT on NVIDIA cards without communication inside "
+        "the layers.",
     )
     tokenizer_name: str | None = key(
         None,
