@@ -59,7 +59,10 @@ def for_lengths(
     cfg = cfg.derive(*_graph(cfg, device, world, model, tokens))
     micro_batches = steps * max(1, cfg.train.gradient_accumulation_steps)
     seconds = _micro_batch_seconds(cfg, device, model, tokens) * micro_batches if steps > 0 else float("inf")
-    return cfg.derive(*_compile(cfg, device, model, seconds))
+    # Recording layers with experts takes a step's activations twice; without room for them they are launched.
+    limit = limit_of(cfg, device)
+    room = model.moe is None or not limit or _computed_again(cfg, model, 2 * tokens, limit) == 0
+    return cfg.derive(*_compile(cfg, device, model, seconds if room else float("inf")))
 
 
 def force_kernels(cfg: RunConfig) -> None:
@@ -130,7 +133,7 @@ def _compiles(cfg: RunConfig, device: Device) -> bool:
 
 def _compile(cfg: RunConfig, device: Device, model: DecoderConfig, seconds: float) -> Iterator[Note]:
     """Layers that are replayed start without torch's compiler: dense ones are as fast as they are written. seconds: of
-    the run, about."""
+    the run, about; infinite where layers with experts gain by it, however short the run is."""
     if cfg.model.compile is not None:
         return
     why_not = _why_not_compiled(cfg, device)
@@ -216,12 +219,19 @@ def _recompute(cfg: RunConfig, device: Device, world: World, model: DecoderConfi
         return
     yield Note("recompute_granularity", "auto", "full", "whole layers, as few as needed")
     limit = limit_of(cfg, device)
-    tokens = cfg.train.per_device_train_batch_size * cfg.data.max_seq_len
     if world.size > 1 or not limit:
         return
-    count = layers_to_recompute(
+    count = _computed_again(cfg, model, cfg.train.per_device_train_batch_size * cfg.data.max_seq_len, limit)
+    kept = tuple(range(count, model.num_layers))
+    reason = f"{count} of {model.num_layers} layers are computed again to stay in {limit / GIB:.0f} GiB"
+    yield Note("no_recompute_layers", m.no_recompute_layers, kept, reason)
+
+
+def _computed_again(cfg: RunConfig, model: DecoderConfig, tokens: float, limit: float) -> int:
+    """Layers that must be, for a micro-batch of so many tokens to fit so many bytes."""
+    return layers_to_recompute(
         model,
-        tokens,
+        int(tokens),
         limit - other_model_bytes(cfg, model),
         trained_share(cfg, model),
         cfg.memory.loss_subbatch_seqlen,
@@ -231,6 +241,3 @@ def _recompute(cfg: RunConfig, device: Device, world: World, model: DecoderConfi
         vision_bytes(cfg, model, again=True),
         rows_in_fp8(cfg),
     )
-    kept = tuple(range(count, model.num_layers))
-    reason = f"{count} of {model.num_layers} layers are computed again to stay in {limit / GIB:.0f} GiB"
-    yield Note("no_recompute_layers", m.no_recompute_layers, kept, reason)

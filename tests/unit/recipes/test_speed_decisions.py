@@ -174,12 +174,20 @@ def test_replayed_layers_with_experts_are_compiled_for_long_runs_only(
     model: DecoderConfig, steps: int, want: bool
 ) -> None:
     pytest.importorskip("triton", reason="the dev extra installs it on Linux")
-    words = ["compute_type=bf16", "batch_size=1", "max_seq_len=2048", f"max_steps={steps}"]
+    words = ["compute_type=bf16", "batch_size=1", "max_seq_len=2048", "fine_tuning=LoRA", f"max_steps={steps}"]
     packed = settled(*words, "packing=True", model=model)
     joined = for_lengths(settled(*words, "packing=False", model=model), card(), ALONE, model, 2048, steps)
     for cfg in (packed, joined):
         assert cfg.model.cuda_graph is True
         assert cfg.model.compile is want
+
+
+def test_layers_with_experts_are_compiled_where_recording_them_has_no_room() -> None:
+    pytest.importorskip("triton", reason="the dev extra installs it on Linux")
+    words = ["compute_type=bf16", "batch_size=1", "packing=True", "max_seq_len=8192", "fine_tuning=LoRA", "max_steps=9"]
+    for memory, want in ((139, False), (80, True)):
+        cfg = settled(*words, model=LARGE, device=replace(card(), total_memory=memory * GIB))
+        assert (cfg.model.cuda_graph, cfg.model.compile) == (True, want)
 
 
 def test_as_few_layers_are_computed_again_as_memory_asks_for() -> None:
