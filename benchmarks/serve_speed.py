@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+from made_up_tokens import MadeUpTokens
 from server_process import running
 
 SHAPES = {"0.3b": "ernie-4.5-0.3b", "21b": "ernie-4.5-21b-a3b"}
@@ -319,47 +320,6 @@ def steps(model: Path, options: argparse.Namespace) -> dict[str, Any]:
     return out
 
 
-class Babble:
-    """An engine that makes tokens up: each burst gives every stream some, as fast as the loop takes them."""
-
-    def __init__(self, burst: int) -> None:
-        from erniekit.serve.engines.base import Load
-
-        self.burst, self.idle = burst, Load()
-        self.going: dict[Any, int] = {}
-        self.loop: asyncio.AbstractEventLoop | None = None
-
-    def submit(self, *jobs: Any) -> Any:
-        from erniekit.serve.engines.base import TokenStream
-
-        stream = TokenStream(jobs)
-        self.going[stream] = jobs[0].sampling.max_tokens
-        if len(self.going) == 1:
-            asyncio.get_running_loop().call_soon(self._step)
-        return stream
-
-    def _step(self) -> None:
-        from erniekit.serve.engines.base import Done, Token
-
-        for stream, left in list(self.going.items()):
-            for k in range(min(self.burst, left)):
-                stream.events.put_nowait((0, Token(200 + (left + k) % 900)))
-            self.going[stream] = left - self.burst
-            if left <= self.burst:
-                stream.events.put_nowait((0, Done("length")))
-                del self.going[stream]
-        if self.going:
-            asyncio.get_running_loop().call_later(0.0005, self._step)
-
-    def cancel(self, stream: Any, number: int | None = None) -> None:
-        self.going.pop(stream, None)
-
-    def load(self) -> Any:
-        return self.idle
-
-    def stop(self, message: str) -> None: ...
-
-
 def over_http(model: Path, options: argparse.Namespace) -> dict[str, Any]:
     import threading
 
@@ -377,7 +337,7 @@ def over_http(model: Path, options: argparse.Namespace) -> dict[str, Any]:
     for burst in (1, 4):
         sock = bind("127.0.0.1", 0)
         address = sock.getsockname()[:2]
-        app = make_app(Babble(burst), {"default": served}, ApiSettings(SamplingDefaults()))  # type: ignore[arg-type]
+        app = make_app(MadeUpTokens(burst), {"default": served}, ApiSettings(SamplingDefaults()))  # type: ignore[arg-type]
         config, sock = limited(app, sock, lifespan="off")
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)

@@ -1,6 +1,6 @@
 """Every collective and point-to-point call of erniekit: the only file that calls torch.distributed for them.
 
-A thin layer: a test (tests/unit/test_architecture.py) keeps all other files from calling torch.distributed for these,
+A thin layer: a test (tests/unit/test_named_backends.py) keeps all other files from calling torch.distributed for these,
 so that a rehearsal sees each call with the line that made it. Places count inside the group, as its ranks are listed.
 """
 
