@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -86,6 +87,20 @@ def test_products_are_those_of_the_expert_op(tokens: int, each: int) -> None:
     mine = rows[order.place_of].view(tokens, K, H).sum(1)
     theirs = expert_mlp(x, order, weights, Stored(gate_up), Stored(down))
     torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_a_card_with_little_shared_memory_has_smaller_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    for size, want in (
+        (227 << 10, kernels.PRODUCT),
+        (99 << 10, kernels.PRODUCT),
+        (64 << 10, kernels.SMALL),
+        (None, kernels.SMALL),
+    ):
+        properties = SimpleNamespace(**({} if size is None else {"shared_memory_per_block_optin": size}))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
+        kernels.tile_for.cache_clear()
+        assert kernels.tile_for(torch.device("cuda", 0)) == want
+    kernels.tile_for.cache_clear()
 
 
 def small(biased: bool = True) -> DecoderConfig:
