@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import time
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from erniekit import heartbeat
-from erniekit.checkpoint import gather, rank_files
+from erniekit.checkpoint import gather, rank_files, writer
 from erniekit.checkpoint.collective import CollectiveSaves
 from erniekit.checkpoint.compress import StoredState
 from erniekit.checkpoint.manager import CheckpointManager
@@ -43,6 +44,13 @@ def saves_of(output: str, sharding: Any) -> CollectiveSaves:
     if world.is_main:
         manager.start()
     return CollectiveSaves(manager, world, sharding, pick("cpu"), dist.new_group(backend="gloo"))
+
+
+class FullForSecondFiles(writer.FileOps):
+    def create(self, path: Path) -> int:
+        if path.name.endswith("-part-2.safetensors"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().create(path)
 
 
 def save(output: str, seed: int, fault: str = "") -> tuple[str, int]:
@@ -75,7 +83,7 @@ def save(output: str, seed: int, fault: str = "") -> tuple[str, int]:
         saves.save(1, {"moments": held}, write, final=True)
         return "", sent[0]
     except CheckpointError as error:
-        return error.what, sent[0]
+        return str(error), sent[0]
     finally:
         gather.Exchange._send_part, gather.Exchange._write_own = plain, own  # type: ignore[method-assign]
         if rank == 0:
@@ -124,6 +132,42 @@ def test_a_rank_with_much_writes_two_files_at_once_and_they_are_read_as_one(rank
     CheckpointManager(tmp_path).verify(folder, "full")
     whole = TensorFiles.of_stem(folder, "optimizer")
     assert all(torch.equal(whole.read(f"{n}/exp_avg"), value_of(n)) for n in SHAPES)
+
+
+def save_in_two_on_a_full_disk(output: str, seed: int) -> tuple[str, int]:
+    usual, writer.ops = writer.ops, FullForSecondFiles() if dist.get_rank() == 1 else writer.ops
+    try:
+        return save_in_two(output, seed)
+    finally:
+        writer.ops = usual
+
+
+def test_a_disk_that_is_full_for_the_second_file_of_a_rank_fails_the_save_with_what_to_do(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    for told, _ in ranks.run(2, save_in_two_on_a_full_disk, str(tmp_path), 5):
+        what, where, fix = told.splitlines()
+        assert what.startswith("error: rank 1: checkpoint-1 was not written: No space left on device")
+        assert where.endswith(str(tmp_path))
+        assert "free space" in fix
+    assert not list(tmp_path.glob("*checkpoint-*"))
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut short", "one bit"])
+def test_a_second_file_that_is_damaged_is_found_before_anything_is_read(
+    ranks: Ranks, tmp_path: Path, damage: str
+) -> None:
+    ranks.run(2, save_in_two, str(tmp_path), 5)
+    folder = tmp_path / "checkpoint-1"
+    path = folder / "optimizer-rank-00001-of-00002-part-2.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(data[:-1] if damage == "cut short" else data)
+    with pytest.raises(CheckpointError, match="part-2"):
+        CheckpointManager(tmp_path).verify(folder, "full")
 
 
 def test_a_rank_that_does_not_see_the_folder_sends_its_part_as_before(ranks: Ranks, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ class Ours(Runner):
         device = pick(cfg.train.device, cfg.train.no_cuda)
         world = open_world(cfg.parallel, device, cfg.moe.moe_group)
         folder = ModelFolder(self.task.folder, weights=False, changes=changes_of(cfg, self.task.folder))
-        plan = decide(cfg, device, world, folder)
+        plan = decide(cfg, device, world, folder).at_full_length()
         cfg = self.cfg = plan.config
         self.planned = planned(plan, self.task.steps[0].batch)
         self.note = "; ".join(note.reason for note in cfg.notes if note.key == "no_recompute_layers")

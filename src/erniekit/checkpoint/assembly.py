@@ -22,7 +22,7 @@ from erniekit import heartbeat
 from erniekit.checkpoint import writer
 from erniekit.checkpoint.manifest import FileRecord
 from erniekit.checkpoint.parts import CHUNK, DTYPES, Gathered, receive_part, send_part, send_problem
-from erniekit.checkpoint.tensor_file import readable_by_all, write_stream
+from erniekit.checkpoint.tensor_file import write_stream
 from erniekit.checkpoint.wire import Wire
 from erniekit.errors import CheckpointError
 
@@ -177,7 +177,6 @@ class Assembly:
         entries = [(one.name, one.dtype, one.shape) for one in content]
         tensors = (tensor for _, tensor in zip(content, incoming))  # takes no tensor of the next file
         record = write_stream(path, entries, tensors, {"format": self.model.tag})
-        readable_by_all(path)
         writer.ops.sync(path)  # by who wrote it: another machine's fsync does not reach this one's memory
         return record
 

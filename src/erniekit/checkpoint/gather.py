@@ -187,9 +187,14 @@ class Exchange:
                 return self._write_files(order)
             return {} if Path(order["folder"]).is_dir() else {"absent": True}
         except CheckpointError as error:
-            return {"what": f"rank {self.rank}: {error.what}", "where": error.where, "fix": error.fix}
+            return self._problem(error)
+        except OSError as error:
+            return self._problem(writer.not_written(Path(order["folder"]), error))
         except Exception as error:
             return {"what": f"rank {self.rank}: {type(error).__name__}: {error}"}
+
+    def _problem(self, error: CheckpointError) -> dict[str, Any]:
+        return {"what": f"rank {self.rank}: {error.what}", "where": error.where, "fix": error.fix}
 
     def _write_own(self, order: Mapping[str, Any]) -> dict[str, Any]:
         folder, parts = Path(order["folder"]), []

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from erniekit.checkpoint.safe import check_safetensors
-from erniekit.checkpoint.shards import name_weights, readable_by_all
+from erniekit.checkpoint.shards import name_weights
+from erniekit.checkpoint.tensor_file import write_tensors
 from erniekit.data.collate import one_document
 from erniekit.data.types import IGNORE, IMAGE, Batch, More, Vision
 from erniekit.errors import CheckpointError
@@ -144,8 +144,8 @@ def save(folder: Path, probe: Probe) -> None:
     # and two equal checkpoints should be equal files.
     metadata = {"loss": probe.loss.hex(), "digest": probe.digest, "setting": probe.setting}
     name_weights(folder)
-    save_file(tensors, str(folder / FILE), metadata={"probe": json.dumps(metadata)})
-    readable_by_all(folder / FILE)
+    (folder / FILE).unlink(missing_ok=True)
+    write_tensors(folder / FILE, tensors, {"probe": json.dumps(metadata)})
 
 
 def load(folder: Path) -> Probe | None:

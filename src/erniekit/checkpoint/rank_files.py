@@ -20,7 +20,7 @@ from erniekit import heartbeat
 from erniekit.checkpoint import writer
 from erniekit.checkpoint.manifest import FileRecord
 from erniekit.checkpoint.slices import piece_name
-from erniekit.checkpoint.tensor_file import readable_by_all, write_stream
+from erniekit.checkpoint.tensor_file import write_stream
 
 if TYPE_CHECKING:
     from erniekit.parallel.sharding import Box
@@ -43,9 +43,11 @@ def write_parts(folder: Path, stem: str, rank: int, ranks: int, parts: Sequence[
     records, threads = dict[str, FileRecord](), list[int]()
     with ThreadPoolExecutor(1, "rank-file", lambda: threads.append(threading.get_ident())) as other:
         works = {name: other.submit(write_part, folder / name, half) for name, half in rest}
-        records[first] = write_part(folder / first, mine)
-        for name, work in works.items():
-            records[name] = heartbeat.awaited(work, threads)
+        try:
+            records[first] = write_part(folder / first, mine)
+        finally:  # where that failed, too, what the other still writes is progress
+            for name, work in works.items():
+                records[name] = heartbeat.awaited(work, threads)
     return records
 
 
@@ -78,6 +80,5 @@ def write_part(path: Path, parts: Sequence[Part]) -> FileRecord:
                 yield tensor[box.local_slices].detach().to("cpu").contiguous()
 
     record = write_stream(path, entries, blocks(), {"format": "pt"})
-    readable_by_all(path)
     writer.ops.sync(path)  # on the machine that wrote it: another's fsync does not reach this one's memory
     return record

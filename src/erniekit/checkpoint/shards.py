@@ -11,7 +11,7 @@ import torch
 
 from erniekit import heartbeat
 from erniekit.checkpoint.safe import check_safetensors
-from erniekit.checkpoint.tensor_file import readable_by_all, write_tensors
+from erniekit.checkpoint.tensor_file import write_tensors
 
 GB = 1000**3
 
@@ -41,7 +41,6 @@ def write_shards(
         part = folder / f".{stem}-part-{len(parts)}.safetensors"
         part.unlink(missing_ok=True)  # of a process that was killed here
         write_tensors(part, held, {"format": tag})
-        readable_by_all(part)
         parts.append((part, list(held)))
         held.clear()
 

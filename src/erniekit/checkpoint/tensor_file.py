@@ -6,7 +6,6 @@ Used by shards.py. The library's own writer hashes nothing, so that every byte h
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -60,10 +59,3 @@ def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def readable_by_all(path: Path) -> None:
-    """A server may run as another user: as any new file is made."""
-    mask = os.umask(0)
-    os.umask(mask)
-    path.chmod(0o666 & ~mask)

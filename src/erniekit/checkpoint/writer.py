@@ -42,7 +42,9 @@ class FileOps:
         os.mkdir(path)
 
     def create(self, path: Path) -> int:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        """As any new file is made: a server may run as another user. Its mode is the system's to cut: a process has one
+        umask, and reading it is changing it, which threads that write at once would do to each other."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def write(self, fd: int, data: memoryview) -> int:
         return os.write(fd, data)
@@ -94,7 +96,7 @@ def publish(
         may_replace(parent / name)
         _swap_in(tmp, parent / name)
     except (OSError, SafetensorError) as error:
-        raise _not_written(parent / name, error) from error
+        raise not_written(parent / name, error) from error
     finally:
         _remove_quietly(tmp)
     return parent / name
@@ -168,7 +170,7 @@ def require_space(parent: Path, name: str, expected_bytes: int) -> None:
     try:
         free = shutil.disk_usage(parent).free
     except OSError as error:
-        raise _not_written(parent / name, error) from error
+        raise not_written(parent / name, error) from error
     if free < needed:
         raise CheckpointError(
             f"{name} needs {needed / 1e9:.3g} GB (a tenth to spare); the disk has {free / 1e9:.3g} GB free",
@@ -286,7 +288,10 @@ def _remove_quietly(folder: Path) -> None:
         warn(f"could not remove {folder}: {error.strerror or error}")
 
 
-def _not_written(path: Path, error: Exception) -> CheckpointError:
+def not_written(path: Path, error: Exception) -> CheckpointError:
+    """path: of what is published, or of the hidden folder it is made in."""
+    if made := _HIDDEN.fullmatch(path.name):
+        path = path.with_name(made["name"])
     if isinstance(error, OSError):
         code, reason = error.errno, error.strerror or str(error)
     else:  # safetensors names the cause in its text only

@@ -45,7 +45,9 @@ def _rows(plan: RunPlan, data: TrainData) -> Iterator[Brake]:
     if cfg.data.packing or cfg.train.stage not in ("SFT", "DPO"):
         return
     if not cfg.data.joins_rows and why_rows_stay(cfg, plan.world.layout, plan.folder.config) is None:
-        yield Brake("rows of many lengths: no compiled shapes, no CUDA graphs", "length_buckets: auto")
+        filled = cfg.model.compile or cfg.model.cuda_graph
+        shapes = "every row is filled up to max_seq_len" if filled else "no compiled shapes, no CUDA graphs"
+        yield Brake(f"rows of many lengths: {shapes}", "length_buckets: auto")
     if cfg.compat.rows_of_one_length:
         yield Brake("compat: erniekit pads every row to max_seq_len", "packing: True")
         return

@@ -99,11 +99,7 @@ def folder_of(rehearsal: Rehearsal) -> ModelFolder:
 
 def plan_for(rehearsal: Rehearsal, rank: int, device: Device) -> RunPlan:
     world = World(rehearsal.layout, rank, device.type)
-    plan = decide(rehearsal.config, device, world, folder_of(rehearsal))
-    if not plan.config.data.joins_rows:
-        return plan
-    t = plan.config.train  # rows are rehearsed at their full length
-    return plan.with_lengths((), t.per_device_train_batch_size * plan.config.data.max_seq_len, t.max_steps)
+    return decide(rehearsal.config, device, world, folder_of(rehearsal)).at_full_length()
 
 
 def no_card() -> Device:

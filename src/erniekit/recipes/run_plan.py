@@ -89,6 +89,13 @@ class RunPlan(DevicePlan):
         cfg = speed_decisions.for_lengths(self.config, self.device, self.world, self.folder.config, usual, steps)
         return replace(self, config=cfg, lengths=lengths)
 
+    def at_full_length(self) -> RunPlan:
+        """Where no data is read: rows that would be joined are all as long as they may be."""
+        t, d = self.config.train, self.config.data
+        if not d.joins_rows:
+            return self
+        return self.with_lengths((), t.per_device_train_batch_size * d.max_seq_len, t.max_steps)
+
     @property
     def host_layers(self) -> tuple[int, ...]:
         """Layers whose packed weights wait in host memory."""

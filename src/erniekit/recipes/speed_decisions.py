@@ -40,6 +40,7 @@ TWO_BANKS_LAUNCHES = 13e-3  # of one with a bank for text and one for pictures
 # Replayed layers with experts are 0 to 3 % faster compiled, for a start that takes 12 s longer and 4 s for each further
 # length of rows (21B, one H200): worth it from so many seconds of training on.
 WORTH_COMPILING = 900.0
+MANY_LENGTHS = "rows of many lengths; length_buckets: auto makes them few, packing: True of one"
 
 
 def for_device(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -> RunConfig:
@@ -126,6 +127,12 @@ def _why_not_compiled(cfg: RunConfig, device: Device) -> str | None:
     return None
 
 
+def _of_many_lengths(cfg: RunConfig) -> bool:
+    """Whether rows are as long as they are. Where layers are compiled or replayed all the same they are filled up to
+    max_seq_len (datasets.py)."""
+    return cfg.train.stage == "SFT" and not cfg.data.packing and not cfg.data.joins_rows
+
+
 def _compiles(cfg: RunConfig, device: Device) -> bool:
     """As set, or where it could be."""
     return _why_not_compiled(cfg, device) is None if cfg.model.compile is None else cfg.model.compile
@@ -142,8 +149,8 @@ def _compile(cfg: RunConfig, device: Device, model: DecoderConfig, seconds: floa
             why_not = "replayed layers are as fast without it, and the run starts sooner"
         elif seconds < WORTH_COMPILING:
             why_not = "a run of minutes ends sooner without it; compile: True makes steps 0 to 3 % faster"
-    if why_not is None and cfg.train.stage == "SFT" and not cfg.data.packing and not cfg.data.joins_rows:
-        why_not = "rows of many lengths; length_buckets: auto makes them few, packing: True of one"
+    if why_not is None and _of_many_lengths(cfg) and not cfg.model.cuda_graph:
+        why_not = MANY_LENGTHS
     lengths = "a few lengths" if cfg.data.joins_rows else "one length"
     reason = why_not or f"rows of {lengths}; write compile: False to leave it"
     yield Note("compile", None, why_not is None, reason, quiet=why_not is not None)
@@ -161,6 +168,8 @@ def _graph(cfg: RunConfig, device: Device, world: World, model: DecoderConfig, t
         why_not = "with layers that predict further tokens only with cuda_graph: True"
     elif cfg.model.compile is False and requested is None:
         why_not = "with compile: False only with cuda_graph: True"
+    elif requested is None and _of_many_lengths(cfg) and not cfg.model.compile and not cfg.compat.rows_of_one_length:
+        why_not = MANY_LENGTHS
     elif not _compiles(cfg, device) and (problem := _why_not_replayed_as_written(cfg, device, model)):
         why_not = f"layers are not compiled, and {problem}"
     elif cfg.memory.recompute or (model.moe is not None and cfg.moe.use_recompute_moe):

@@ -74,6 +74,18 @@ def test_logits_that_are_no_numbers_still_name_experts() -> None:
     assert ((found[1] >= 0) & (found[1] < 6)).all()
 
 
+def test_no_expert_is_chosen_twice_where_a_bias_forbids_more_than_are_left() -> None:
+    bias = torch.tensor([0.3, float("-inf"), 0.1, float("-inf"), float("-inf")])
+    torch.manual_seed(7)
+    logits = torch.randn(8, 5)
+    for choices in (2, 3, 5):
+        _, ids, weights = kernels.choose(logits, bias, choices, 1e-12, torch.float32)
+        assert all(len(set(row)) == choices for row in ids.tolist())
+        assert all({0, 2} <= set(row) for row in ids.tolist()), "the allowed ones first"
+        probs = logits.softmax(-1).gather(1, ids)
+        torch.testing.assert_close(weights, probs / probs.sum(-1, keepdim=True))
+
+
 @pytest.mark.parametrize("each", [16, 32])
 @pytest.mark.parametrize("tokens", [1, 12])
 def test_products_are_those_of_the_expert_op(tokens: int, each: int) -> None:

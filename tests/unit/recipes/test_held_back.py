@@ -14,7 +14,7 @@ from erniekit.devices.cuda import CudaDevice
 from erniekit.kernels.selection import Choice
 from erniekit.models.config import DecoderConfig
 from erniekit.parallel.mesh import Layout
-from erniekit.recipes.held_back import brakes
+from erniekit.recipes.held_back import Brake, brakes
 from erniekit.recipes.speed_decisions import for_device
 
 SMALL = DecoderConfig("ernie_dense", 103424, 1024, 3072, 18, 16, 2, 128, 1e-5, 5e5, "pairs", True, 131072)
@@ -32,6 +32,10 @@ class Rows:
 
 
 def keys(*words: str, rows: int = 6000, kernels: list[Choice] = FLASH, card: bool = True) -> list[str]:
+    return [brake.key for brake in found(*words, rows=rows, kernels=kernels, card=card)]
+
+
+def found(*words: str, rows: int = 6000, kernels: list[Choice] = FLASH, card: bool = True) -> list[Brake]:
     pytest.importorskip("triton", reason="the dev extra installs it on Linux")
     cfg = load(["model_name_or_path=x", "train_dataset_path=y", "max_seq_len=8192", "compute_type=bf16", *words])
     device = (CudaDevice if card else CpuDevice)("H200", "cuda", 139 * 2**30, {torch.bfloat16: 989.4e12})
@@ -40,7 +44,7 @@ def keys(*words: str, rows: int = 6000, kernels: list[Choice] = FLASH, card: boo
         config=for_device(cfg, device, world, SMALL), device=device, world=world, folder=SimpleNamespace(config=SMALL)
     )
     data: Any = SimpleNamespace(sources=[Rows(rows)])
-    return [brake.key for brake in brakes(plan, data, kernels)]
+    return list(brakes(plan, data, kernels))
 
 
 @pytest.mark.parametrize(
@@ -64,6 +68,15 @@ def test_a_run_as_it_is_by_default_or_replayed_is_not_held_back(words: list[str]
 )
 def test_each_brake_names_the_key_that_releases_it(words: list[str], want: str) -> None:
     assert keys(*words) == [want]
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [([], "no CUDA graphs"), (["cuda_graph=True"], "filled up to max_seq_len"), (["compile=True"], "filled up")],
+)
+def test_what_rows_of_many_lengths_cost_depends_on_how_layers_run(words: list[str], what: str) -> None:
+    (brake,) = found("packing=False", "length_buckets=off", *words)
+    assert what in brake.what
 
 
 def test_short_rows_alone_in_long_sequences_and_a_missing_kernel_are_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from erniekit.devices.cpu import CpuDevice
 from erniekit.devices.cuda import CudaDevice
 from erniekit.models.config import DecoderConfig, MoEShape, VisionShape
 from erniekit.parallel.mesh import Layout
+from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.speed_decisions import for_device, for_lengths, layers_to_recompute
 
 GIB = 1024**3
@@ -188,6 +190,64 @@ def test_layers_with_experts_are_compiled_where_recording_them_has_no_room() -> 
     for memory, want in ((139, False), (80, True)):
         cfg = settled(*words, model=LARGE, device=replace(card(), total_memory=memory * GIB))
         assert (cfg.model.cuda_graph, cfg.model.compile) == (True, want)
+
+
+@pytest.mark.parametrize(
+    ("words", "model", "want"),
+    [
+        ([], SMALL, (False, False)),  # filled up to max_seq_len only where that was asked for
+        ([], SEEING, (False, False)),
+        (["cuda_graph=True"], SMALL, (False, True)),
+        (["cuda_graph=True", "compute_type=fp8"], SMALL, (True, True)),  # its steps are replayed only when compiled
+        (["cuda_graph=True"], SEEING, (True, True)),
+        (["cuda_graph=True"], LARGE, (True, True)),
+        (["compile=True"], SMALL, (True, True)),
+        (["compat=erniekit"], SMALL, (False, True)),  # which fills all of them up
+    ],
+)
+def test_rows_of_many_lengths_are_replayed_only_where_they_are_filled_up(
+    words: list[str], model: DecoderConfig, want: tuple[bool, bool]
+) -> None:
+    pytest.importorskip("triton", reason="the dev extra installs it on Linux")
+    usual = ["batch_size=1", "max_seq_len=2048", "packing=False", "length_buckets=off"]
+    kept = [] if any(word.startswith("compute_type") for word in words) else ["compute_type=bf16"]
+    cfg = settled(*usual, *kept, *words, model=model)
+    assert (cfg.model.compile, cfg.model.cuda_graph) == want
+
+
+WISHES = [
+    ("stage=SFT", "stage=PT", "stage=DPO"),
+    ("packing=True", "packing=False", "packing=False length_buckets=off"),
+    ("", "compile=True", "compile=False"),
+    ("", "cuda_graph=True", "cuda_graph=False"),
+    ("compute_type=bf16", "compute_type=fp8", "compute_type=fp32"),
+]
+
+
+@pytest.mark.parametrize("model", [SMALL, LARGE, SEEING], ids=["dense", "experts", "seeing"])
+def test_every_wish_is_followed_or_told_and_nothing_is_replayed_that_cannot_be(model: DecoderConfig) -> None:
+    pytest.importorskip("triton", reason="the dev extra installs it on Linux")
+    for words in product(*WISHES):
+        cfg = settled("batch_size=1", "max_seq_len=2048", *" ".join(words).split(), model=model)
+        if cfg.data.joins_rows:
+            cfg = for_lengths(cfg, card(), ALONE, model, 2048, 100)
+        compiled, replayed = cfg.model.compile, cfg.model.cuda_graph
+        assert None not in (compiled, replayed), words
+        as_written = "compute_type=bf16" in words and model is not SEEING
+        assert not replayed or compiled or as_written, words
+        assert f"compile={not compiled}" not in words, words
+        if f"cuda_graph={not replayed}" in words:
+            assert any(note.key == "cuda_graph" and not note.quiet for note in cfg.notes), words
+
+
+def test_without_data_rows_that_would_be_joined_have_their_full_length() -> None:
+    """As benchmarks and rehearsals have them: layers are compiled or replayed as in a run."""
+    pytest.importorskip("triton", reason="the dev extra installs it on Linux")
+    folder: Any = SimpleNamespace(config=SMALL)
+    for length, want in ((2048, (False, True)), (8192, (True, False))):
+        cfg = settled("compute_type=bf16", "packing=False", "batch_size=1", f"max_seq_len={length}")
+        model = RunPlan(cfg, card(), ALONE, folder, None, 0).at_full_length().config.model
+        assert (model.compile, model.cuda_graph) == want
 
 
 def test_as_few_layers_are_computed_again_as_memory_asks_for() -> None:

@@ -30,6 +30,7 @@ class FewRowsTile(NamedTuple):
 PRODUCT = FewRowsTile(64, 128, 4, 3)
 SMALL, ROOM = FewRowsTile(64, 64, 4, 3), 96 << 10  # for processors with less shared memory than so many bytes
 EXPERTS_A_PROGRAM, DEPTH = 2, 4096  # of the router's product
+LOWEST = tl.constexpr(-3.0e38)
 
 
 @triton.jit
@@ -66,7 +67,8 @@ def _choose(
     score = prob
     if BIASED:
         score += tl.load(bias + e, mask=e < E, other=0.0)
-    score = tl.where(e < E, score, float("-inf"))
+    # Those of experts that a bias forbids are above those of experts that are taken: none is chosen twice.
+    score = tl.where(e < E, tl.maximum(score, LOWEST), float("-inf"))
     chosen, weight = tl.zeros((BK,), tl.int32), tl.zeros((BK,), tl.float32)
     for number in tl.static_range(K):
         best = tl.min(tl.where(score == tl.max(score, 0), e, E - 1), 0)  # of numbers that are none: some expert
