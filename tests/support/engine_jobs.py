@@ -10,14 +10,23 @@ import torch
 
 from erniekit.api_load import Found
 from erniekit.checkpoint.model_folder import ModelFolder
+from erniekit.devices import pick
 from erniekit.lora.adapter import adapter_of
 from erniekit.lora.adapter_files import write_adapter
 from erniekit.lora.inject import inject, lora_state
 from erniekit.lora.settings import LoRASettings
 from erniekit.serve.engines.base import GenerationJob, SamplingParams, Token
-from erniekit.serve.engines.embedded import EmbeddedEngine
+from erniekit.serve.engines.embedded import EmbeddedEngine, EngineLimits
+from erniekit.serve.engines.paged import PagedCache
 
 LENGTH = 64
+
+
+def engine_of(models: dict[str, torch.nn.Module], blocks: int = 64, size: int = 4, **limits: int) -> EmbeddedEngine:
+    """With recorded steps, which a CPU launches."""
+    cache = PagedCache(next(iter(models.values())).config, blocks, size, torch.float32, "cpu")
+    asked = EngineLimits(**{"sequences": 5, "tokens": 16, "length": LENGTH, **limits})
+    return EmbeddedEngine(models, cache, asked, pick("cpu", False))
 
 
 def job(prompt, model="m", stop=(), **wishes) -> GenerationJob:

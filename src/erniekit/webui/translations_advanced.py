@@ -24,7 +24,7 @@ ADVANCED_ZH: dict[str, str] = {
     "kernels": "操作=实现，用于测试与测速：只用指定的内核，如 experts=plain。erniekit doctor 会列出各操作的选择及原"
     "因。",
     "compile": "用 torch.compile 编译解码层：首步较慢，之后更快。不填：NVIDIA 卡上行长固定或只有几种、且不以 CUDA "
-    "Graph 重放时开启；含专家且重放的层仅在运行超过一刻钟时编译。",
+    "Graph 重放时开启；含专家且重放的层仅在运行超过一刻钟、或打包且未设 max_steps 时编译。",
     "cuda_graph": "以 CUDA graph 重放各层。不填：微批很短、启动内核比计算更慢时开启；compile 为 False 时不开启。"
     "仅 NVIDIA 卡，SFT 与 PT。",
     "model_config": "替换 config.json 中的值；单个值写作 model_config.NAME=VALUE。",

@@ -39,7 +39,7 @@ class ModelSection:
         None,
         "torch.compile the decoder layers: slower first step, faster later ones. Default: on for NVIDIA cards with "
         "rows of one length, or of a few (length_buckets), where layers are not replayed (cuda_graph); replayed layers "
-        "with experts are compiled for runs of more than a quarter of an hour.",
+        "with experts are compiled for runs of more than a quarter of an hour, and of packed rows without max_steps.",
     )
     cuda_graph: bool | None = key(
         None,

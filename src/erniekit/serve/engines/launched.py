@@ -49,6 +49,7 @@ class LaunchedStep:
     first_event: Event | None = None  # when `drawn` is there: before the tokens of the others are
     known: list[Token | None] | None = None  # read already
     launched: float = 0.0  # when, on the host's clock
+    decodes_only: bool = True  # no piece of a prompt is computed with it
 
     def read_firsts(self) -> list[tuple[RunningSequence, list[Token | None]]]:
         """The first tokens of new sequences, where they are drawn before the rest is computed; `read` has the rest."""

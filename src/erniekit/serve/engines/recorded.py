@@ -167,7 +167,7 @@ class RecordedSteps:
         self.state.send()
         firsts = [run for run, piece in fresh if piece.stop == run.length]
         out = LaunchedStep([(run, run.epoch) for run in firsts], [(run, run.epoch) for run in going], steps)
-        out.launched = time.perf_counter()
+        out.launched, out.decodes_only = time.perf_counter(), not fresh
         known: list[Token | None] = []
         if fresh:
             known += self._chunk(name, fresh, firsts, special, out)

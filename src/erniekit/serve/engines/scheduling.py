@@ -109,7 +109,7 @@ class SequenceScheduler:
     def _time_steps(self, launched: LaunchedStep) -> None:
         """Of a launch that was just read: the device began it at once, or when it was done with the one before."""
         now = time.perf_counter()
-        if launched.going:
+        if launched.going and launched.decodes_only:
             each = (now - max(launched.launched, self._read_at)) / launched.steps
             self._step_s = each if not self._step_s else (3 * self._step_s + each) / 4
         self._read_at = now
