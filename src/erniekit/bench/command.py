@@ -91,7 +91,7 @@ def _real(flags: argparse.Namespace, out: Path) -> int:
         )
     OwnedFiles(out).claim("real.json", *map(real.log_name, cases))
     with tempfile.TemporaryDirectory() as work:
-        results, failed = real.run_real(cases, out, Path(work), dict(more), flags.again)
+        results, failed = real.run_real(cases, out, Path(work), dict(more), flags.again, flags.tiny)
     for line in real.table(results):
         emit(line)
     emit(f"written to {out / 'real.json'}")

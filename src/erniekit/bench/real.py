@@ -241,19 +241,34 @@ def log_name(case: RealCase) -> str:
     return f"real-{case.name}.log"
 
 
+def kept_results(file: Path) -> dict[str, dict[str, Any]]:
+    """Of an earlier command, by case; none where the file is absent or not one of these."""
+    try:
+        return {result["case"]: result for result in json.loads(file.read_text())["results"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
 def run_real(
-    cases: Sequence[RealCase], out: Path, work: Path, more: Mapping[str, str], again: bool
+    cases: Sequence[RealCase], out: Path, work: Path, more: Mapping[str, str], again: bool, tiny: bool = False
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Results in order, also in out/real.json after every case; and whether one failed. work: for models and rows."""
+    """Results in order, and whether one failed; after every case also in out/real.json, beside those of other cases
+    that were measured before. work: for models and rows; tiny: the cases are cut to toys."""
     results: list[dict[str, Any]] = []
+    kept = kept_results(out / "real.json")
     for case in cases:
         emit(f"{case.name}: {case.about}")
         log = out / log_name(case)
         result = measured(case, work / case.name, more, again, log)
+        result |= {"when": time.strftime("%Y-%m-%d %H:%M"), "tiny": tiny, "keys": dict(more)}
         results.append(result)
         if "failed" in result:
             emit(f"{case.name} failed: {result['why']}; all it printed is in {log}, its last lines:")
         for line in result.get("failed", ()):
             emit(f"  {line}")
-        (out / "real.json").write_text(json.dumps({"results": results}, indent=1))
+        before = kept.pop(case.name, None)
+        if "failed" in result and before is not None:  # what was measured is not lost to a mistyped key
+            result["last_good"] = before.get("last_good") if "failed" in before else before
+        kept[case.name] = result
+        (out / "real.json").write_text(json.dumps({"results": list(kept.values())}, indent=1))
     return results, any("failed" in result for result in results)

@@ -153,7 +153,8 @@ def measured(
         began = time.perf_counter()
         ready = built_for(rehearsal, rank, device)
         device.synchronise()
-        report(f"model    rank {rank}'s slice, built in {time.perf_counter() - began:.0f} s; its first step compiles")
+        more = "; its first step compiles" if ready.built.plan.config.model.compile else ""
+        report(f"model    rank {rank}'s slice, built in {time.perf_counter() - began:.0f} s{more}")
         taken = []
         for number in range(steps + 1):
             began = time.perf_counter()

@@ -97,7 +97,9 @@ class RuntimeAdapters:
             raise RequestError(
                 403, "adapters cannot be loaded here: start the server with lora_dirs=DIR", code="adapters_not_allowed"
             )
-        if not _NAME.fullmatch(name) or name == "default":
+        if name == "default":
+            raise RequestError(400, "lora_name: default is the base's own name, take another", param="lora_name")
+        if not _NAME.fullmatch(name):
             raise RequestError(400, "lora_name: letters, digits and _./:- are allowed, 128 at most", param="lora_name")
         if name in self.models and not (replaces and name in self.loaded):
             raise RequestError(

@@ -13,6 +13,7 @@ import psutil
 import pytest
 import sentencepiece
 
+from erniekit.bench import real, real_cases
 from erniekit.bench.real import failure, rates, table, write_model, write_rows
 from erniekit.bench.real_cases import CASES, tiny
 from erniekit.cli.main import main
@@ -159,3 +160,27 @@ def test_a_failure_is_an_exit_code_or_a_signal_or_a_step_that_is_missing() -> No
     assert failure(2, 0, 60) == "exit code 2"
     assert failure(-9, 12, 60) == "killed by signal 9 (Killed)"
     assert failure(0, 12, 60) == "ended after step 12 of 60"
+
+
+def test_results_of_other_cases_and_the_last_good_one_of_a_failed_case_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a command measures is given here; a whole command is run by the tests above."""
+    cases = [real_cases.tiny(case) for case in real_cases.chosen(["sft", "lora"])]
+    fine = {"tokens_per_s": 5.0}
+    outcomes = iter([fine, fine, {"failed": ["no"], "why": "exit code 2"}, {"failed": ["no"], "why": "exit code 2"}])
+    monkeypatch.setattr(real, "measured", lambda case, *given: {"case": case.name, **next(outcomes)})
+    assert not real.run_real(cases, tmp_path, tmp_path, {"seed": "1"}, False, tiny=True)[1]
+    for _ in range(2):
+        told, failed = real.run_real(cases[:1], tmp_path, tmp_path, {}, False)
+        assert failed
+        assert len(told) == 1
+        kept = {one["case"]: one for one in json.loads((tmp_path / "real.json").read_text())["results"]}
+        assert kept["lora"]["tokens_per_s"] == kept["sft"]["last_good"]["tokens_per_s"] == 5.0
+        assert (kept["lora"]["keys"], kept["lora"]["tiny"], kept["sft"]["tiny"]) == ({"seed": "1"}, True, False)
+
+
+def test_a_results_file_of_something_else_is_no_reason_to_fail(tmp_path: Path) -> None:
+    for text in ("", "[]", "{}", '{"results": [1]}'):
+        (tmp_path / "real.json").write_text(text)
+        assert real.kept_results(tmp_path / "real.json") == {}

@@ -44,8 +44,8 @@ class ModelSection:
     cuda_graph: bool | None = key(
         None,
         "Replay the layers as CUDA graphs. Default: on for micro-batches so short that launching kernels takes longer "
-        "than running them; off with compile: False. Only for SFT and PT on NVIDIA cards without communication inside "
-        "the layers.",
+        "than running them; off with compile: False. Only for SFT, PT and VL-SFT on NVIDIA cards without "
+        "communication inside the layers.",
     )
     tokenizer_name: str | None = key(
         None,
