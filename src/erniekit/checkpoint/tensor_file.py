@@ -16,7 +16,6 @@ from erniekit.checkpoint.manifest import FileRecord
 from erniekit.checkpoint.slices import DTYPES
 from erniekit.errors import CheckpointError
 
-CHUNK = 8 << 20  # bytes: hashed while the one before is written
 Entry = tuple[str, torch.dtype, tuple[int, ...]]
 _NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "U16"}
 
@@ -33,18 +32,17 @@ def write_stream(
     path: Path, entries: Sequence[Entry], tensors: Iterable[torch.Tensor], metadata: Mapping[str, str]
 ) -> FileRecord:
     """A new file of tensors that come one after the other, in the order of their entries."""
-    return writer.write_file(path, _pieces(entries, tensors, metadata))
+    return writer.write_file(path, _contents(entries, tensors, metadata))
 
 
-def _pieces(
+def _contents(
     entries: Sequence[Entry], tensors: Iterable[torch.Tensor], metadata: Mapping[str, str]
 ) -> Iterator[memoryview]:
     yield memoryview(header(entries, metadata))
     for (name, dtype, shape), tensor in zip(entries, tensors, strict=True):
         assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), name
-        data = tensor.reshape(-1).view(torch.uint8).numpy().data
-        for start in range(0, len(data), CHUNK):
-            yield data[start : start + CHUNK]
+        if tensor.numel():  # of none there is no view
+            yield tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:

@@ -58,12 +58,7 @@ def for_lengths(
 ) -> RunConfig:
     """What depends on how long a micro-batch is. tokens: of a usual one, padding too; steps: of the run, if known."""
     cfg = cfg.derive(*_graph(cfg, device, world, model, tokens))
-    micro_batches = steps * max(1, cfg.train.gradient_accumulation_steps)
-    seconds = _micro_batch_seconds(cfg, device, model, tokens) * micro_batches if steps > 0 else float("inf")
-    # Recording layers with experts takes a step's activations twice; without room for them they are launched.
-    limit = limit_of(cfg, device)
-    room = model.moe is None or not limit or _computed_again(cfg, model, 2 * tokens, limit) == 0
-    return cfg.derive(*_compile(cfg, device, model, seconds if room else float("inf")))
+    return cfg.derive(*_compile(cfg, device, model, tokens, steps))
 
 
 def force_kernels(cfg: RunConfig) -> None:
@@ -138,22 +133,33 @@ def _compiles(cfg: RunConfig, device: Device) -> bool:
     return _why_not_compiled(cfg, device) is None if cfg.model.compile is None else cfg.model.compile
 
 
-def _compile(cfg: RunConfig, device: Device, model: DecoderConfig, seconds: float) -> Iterator[Note]:
-    """Layers that are replayed start without torch's compiler: dense ones are as fast as they are written. seconds: of
-    the run, about; infinite where layers with experts gain by it, however short the run is."""
+def _compile(cfg: RunConfig, device: Device, model: DecoderConfig, tokens: float, steps: int) -> Iterator[Note]:
+    """Layers that are replayed start without torch's compiler: dense ones are as fast as they are written."""
     if cfg.model.compile is not None:
         return
     why_not = _why_not_compiled(cfg, device)
     if cfg.model.cuda_graph and _why_not_replayed_as_written(cfg, device, model) is None:
         if model.moe is None:
             why_not = "replayed layers are as fast without it, and the run starts sooner"
-        elif seconds < WORTH_COMPILING:
+        elif _ends_soon(cfg, device, model, tokens, steps) and _fits_twice(cfg, device, model, tokens):
             why_not = "a run of minutes ends sooner without it; compile: True makes steps 0 to 3 % faster"
     if why_not is None and _of_many_lengths(cfg) and not cfg.model.cuda_graph:
         why_not = MANY_LENGTHS
     lengths = "a few lengths" if cfg.data.joins_rows else "one length"
     reason = why_not or f"rows of {lengths}; write compile: False to leave it"
     yield Note("compile", None, why_not is None, reason, quiet=why_not is not None)
+
+
+def _ends_soon(cfg: RunConfig, device: Device, model: DecoderConfig, tokens: float, steps: int) -> bool:
+    micro_batches = steps * max(1, cfg.train.gradient_accumulation_steps)
+    return 0 < micro_batches * _micro_batch_seconds(cfg, device, model, tokens) < WORTH_COMPILING
+
+
+def _fits_twice(cfg: RunConfig, device: Device, model: DecoderConfig, tokens: float) -> bool:
+    """Whether there is room for a step's activations twice, which recording layers with experts takes: without it they
+    are launched."""
+    limit = limit_of(cfg, device)
+    return not limit or _computed_again(cfg, model, 2 * tokens, limit) == 0
 
 
 def _graph(cfg: RunConfig, device: Device, world: World, model: DecoderConfig, tokens: float) -> Iterator[Note]:

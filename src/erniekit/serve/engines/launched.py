@@ -14,6 +14,8 @@ from erniekit.serve.engines.base import Token
 from erniekit.serve.engines.sequence import RunningSequence
 from erniekit.serve.engines.step_state import StepState
 
+Drawn = tuple[tuple[RunningSequence, int], list[Token | None]]  # a sequence, the epoch of its launch, its tokens
+
 
 class Fetched:
     """Tensors of one shape on their way to the host."""
@@ -56,35 +58,34 @@ class LaunchedStep:
         if self.first_event is None or self.drawn is None:
             return []
         self.first_event.synchronize()
-        ids, found = self.drawn[: len(self.firsts)].tolist(), self.firsts
+        found = self._first_tokens()
         self.firsts, self.drawn = [], None
-        return [(run, [_token(id)]) for (run, epoch), id in zip(found, ids) if not run.gone and run.epoch == epoch]
+        return _wanted(found)
 
     def read(self) -> list[tuple[RunningSequence, list[Token | None]]]:
         """Waits for them. Of sequences that were put back since nothing is left."""
         if self.event is not None:
             self.event.synchronize()
-        out: list[tuple[RunningSequence, list[Token | None]]] = []
         if self.known is not None:
             found = [(each, [token]) for each, token in zip([*self.firsts, *self.going], self.known)]
         else:
-            firsts = [] if self.drawn is None else self.drawn[: len(self.firsts)].tolist()
-            found = [(each, [_token(id)]) for each, id in zip(self.firsts, firsts)]
+            found = self._first_tokens()
             if self.ring is not None:
                 rows = self.ring[: self.steps, : len(self.going)].t().tolist()
                 found += [(each, list(map(_token, ids))) for each, ids in zip(self.going, rows)]
             found += self._verified()
-        for (run, epoch), tokens in found:
-            if not run.gone and run.epoch == epoch:
-                out.append((run, tokens))
-        return out
+        return _wanted(found)
 
-    def _verified(self) -> list[tuple[tuple[RunningSequence, int], list[Token | None]]]:
+    def _first_tokens(self) -> list[Drawn]:
+        ids = [] if self.drawn is None else self.drawn[: len(self.firsts)].tolist()
+        return [(each, [_token(id)]) for each, id in zip(self.firsts, ids)]
+
+    def _verified(self) -> list[Drawn]:
         """The tokens of rounds. How far each sequence went was the device's to know; now it is the host's."""
         if self.rounds is None:
             return []
         assert self.state is not None
-        found = []
+        found: list[Drawn] = []
         for (run, epoch), rounds in zip(self.going, self.rounds[: self.steps].transpose(0, 1).tolist()):
             tokens = [_token(id) for count, *ids in rounds for id in ids[:count]]
             self.held += len(tokens) - self.steps
@@ -98,6 +99,11 @@ class LaunchedStep:
     @property
     def proposed(self) -> int:
         return 0 if self.rounds is None else self.steps * len(self.going) * (self.rounds.shape[2] - 2)
+
+
+def _wanted(found: list[Drawn]) -> list[tuple[RunningSequence, list[Token | None]]]:
+    """Without sequences that have ended, or were put back since they were launched."""
+    return [(run, tokens) for (run, epoch), tokens in found if not run.gone and run.epoch == epoch]
 
 
 def _token(id: int) -> Token | None:
