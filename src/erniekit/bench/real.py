@@ -105,7 +105,7 @@ def measured(case: RealCase, folder: Path, more: Mapping[str, str], again: bool,
     model, rows = folder / "model", folder / "rows.jsonl"
     if not rows.exists():
         write_model(case, model)
-        write_rows(case, model, rows, 400 if case.steps > 10 else 24)
+        write_rows(case, model, rows, case.count)
     runs: list[dict[str, Any]] = []
     with log.open("w", encoding="utf-8") as printed:
         while len(runs) < (2 if again else 1) and not (runs and "failed" in runs[-1]):

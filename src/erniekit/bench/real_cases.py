@@ -19,6 +19,7 @@ class RealCase:
     model: Mapping[str, Any]
     keys: Mapping[str, Any]
     rows: tuple[int, int] = (5000, 7500)  # tokens of each row, from and to
+    count: int = 400  # of rows
     answer: int = 0  # tokens of each of two answers: rows are preferences
     picture: int = 0  # tokens of the picture that each row begins with, among its own
     steps: int = 60
@@ -34,7 +35,10 @@ _CASES = (
         "sft", "0.3B, every weight, 8K, packing off", ERNIE_03B, {**FULL, "max_seq_len": 8192, "packing": False},
         steps=120, aim=110e3,
     ),
-    RealCase("sft-packed", "0.3B, every weight, packed 32K", ERNIE_03B, {**FULL, "max_seq_len": 32768}, aim=208e3),
+    RealCase(  # documents as long as A2's
+        "sft-packed", "0.3B, every weight, rows of about 1K packed to 32K", ERNIE_03B, {**FULL, "max_seq_len": 32768},
+        rows=(512, 1537), count=2400, aim=208e3,
+    ),
     RealCase("lora", "21B-A3B, LoRA, 8K, packing off", ERNIE_21B, _LORA_8K, aim=25.2e3),
     RealCase("lora-fp8", "the same over fp8 weights", ERNIE_21B, {**_LORA_8K, "frozen_base": "fp8"}, aim=29.5e3),
     RealCase(
@@ -71,7 +75,7 @@ def tiny(case: RealCase) -> RealCase:
     keys.pop("frozen_base", None)
     rows = (64, 96) if case.answer or case.picture else (100, 200)
     answer, picture = 16 if case.answer else 0, TINY_PICTURE if case.picture else 0
-    return replace(case, model=model, keys=keys, rows=rows, answer=answer, picture=picture, steps=4, aim=None)
+    return replace(case, model=model, keys=keys, rows=rows, answer=answer, picture=picture, count=24, steps=4, aim=None)
 
 
 def cut(case: RealCase, layers: int) -> RealCase:

@@ -35,6 +35,7 @@ from erniekit.recipes.other_models import other_model_bytes
 
 USUAL_MFU = 0.4
 LAUNCHES = 2.3e-3  # seconds that the host needs for a compiled dense layer of a step, forward and backward
+AS_WRITTEN_LAUNCHES = 4e-3  # for one as it is written: 2.8 to 3.6 ms, by the machine
 EXPERT_LAUNCHES = 10e-3  # for one with experts: 277 to 308 ms for 28 of them
 TWO_BANKS_LAUNCHES = 13e-3  # of one with a bank for text and one for pictures
 # Replayed layers with experts are 0 to 3 % faster compiled, for a start that takes 12 s longer and 4 s for each further
@@ -58,7 +59,7 @@ def for_lengths(
 ) -> RunConfig:
     """What depends on how long a micro-batch is. tokens: of a usual one, padding too; steps: of the run, if known."""
     cfg = cfg.derive(*_graph(cfg, device, world, model, tokens))
-    return cfg.derive(*_compile(cfg, device, model, tokens, steps))
+    return cfg.derive(*_compile(cfg, device, world, model, tokens, steps))
 
 
 def force_kernels(cfg: RunConfig) -> None:
@@ -133,21 +134,35 @@ def _compiles(cfg: RunConfig, device: Device) -> bool:
     return _why_not_compiled(cfg, device) is None if cfg.model.compile is None else cfg.model.compile
 
 
-def _compile(cfg: RunConfig, device: Device, model: DecoderConfig, tokens: float, steps: int) -> Iterator[Note]:
-    """Layers that are replayed start without torch's compiler: dense ones are as fast as they are written."""
+def _compile(
+    cfg: RunConfig, device: Device, world: World, model: DecoderConfig, tokens: float, steps: int
+) -> Iterator[Note]:
+    """Dense layers are as fast as they are written, and start without torch's compiler, unless the host is too slow to
+    launch their kernels one by one. Those with experts gain a little by it."""
     if cfg.model.compile is not None:
         return
     why_not = _why_not_compiled(cfg, device)
-    if cfg.model.cuda_graph and _why_not_replayed_as_written(cfg, device, model) is None:
-        if model.moe is None:
-            why_not = "replayed layers are as fast without it, and the run starts sooner"
-        elif _ends_soon(cfg, device, model, tokens, steps) and _fits_twice(cfg, device, model, tokens):
+    if _why_not_replayed_as_written(cfg, device, model) is None:
+        if model.moe is None and (cfg.model.cuda_graph or _launched_as_written(cfg, device, world, model, tokens)):
+            why_not = "dense layers are as fast without it, and the run starts sooner"
+        elif (
+            cfg.model.cuda_graph
+            and _ends_soon(cfg, device, model, tokens, steps)
+            and _fits_twice(cfg, device, model, tokens)
+        ):
             why_not = "a run of minutes ends sooner without it; compile: True makes steps 0 to 3 % faster"
     if why_not is None and _of_many_lengths(cfg) and not cfg.model.cuda_graph:
         why_not = MANY_LENGTHS
     lengths = "a few lengths" if cfg.data.joins_rows else "one length"
     reason = why_not or f"rows of {lengths}; write compile: False to leave it"
     yield Note("compile", None, why_not is None, reason, quiet=why_not is not None)
+
+
+def _launched_as_written(cfg: RunConfig, device: Device, world: World, model: DecoderConfig, tokens: float) -> bool:
+    """Whether dense layers that are not replayed keep the device at work. Measured where each is whole on its rank, is
+    trained and is computed once."""
+    whole = _collectives_inside(world.layout) is None and not cfg.memory.recompute and not cfg.lora.lora
+    return whole and bool(device.peak_flops) and not launches_show(cfg, device, model, tokens)
 
 
 def _ends_soon(cfg: RunConfig, device: Device, model: DecoderConfig, tokens: float, steps: int) -> bool:
@@ -215,8 +230,11 @@ def _collectives_inside(layout: Layout) -> str | None:
 
 def launches_show(cfg: RunConfig, device: Device, model: DecoderConfig, tokens: float) -> bool:
     """tokens: of a micro-batch."""
-    sparse = model.moe is not None
-    launches = (TWO_BANKS_LAUNCHES if model.vision is not None else EXPERT_LAUNCHES) if sparse else LAUNCHES
+    if model.moe is None:
+        as_written = not cfg.model.compile and _why_not_replayed_as_written(cfg, device, model) is None
+        launches = AS_WRITTEN_LAUNCHES if as_written else LAUNCHES
+    else:
+        launches = EXPERT_LAUNCHES if model.vision is None else TWO_BANKS_LAUNCHES
     return _micro_batch_seconds(cfg, device, model, tokens) < launches * model.num_layers
 
 

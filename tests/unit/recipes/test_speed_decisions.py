@@ -40,15 +40,20 @@ def settled(*words: str, device: Any = None, world: Any = ALONE, model: DecoderC
 @pytest.mark.parametrize(
     ("words", "device", "ranks", "want"),
     [
-        (["packing=True"], "gpu", 1, True),
+        (["packing=True"], "gpu", 1, False),  # replayed, as layers are written
         (["packing=True"], "cpu", 1, False),
-        (["packing=True"], "gpu", 2, True),
-        (["packing=True", "max_seq_len=2048"], "gpu", 1, False),  # replayed, as layers are written
+        (["packing=True"], "gpu", 2, False),
+        (["packing=True", "cuda_graph=False"], "gpu", 2, True),
+        (["packing=True", "max_seq_len=32768"], "gpu", 2, False),  # launched, as layers are written
+        (["packing=True", "max_seq_len=32768", "fine_tuning=LoRA"], "gpu", 1, True),
+        (["packing=True", "max_seq_len=32768", "recompute=True"], "gpu", 1, True),
+        (["packing=True", "max_seq_len=32768", "compile=True"], "gpu", 1, True),
+        (["packing=True", "max_seq_len=32768", "stage=DPO"], "gpu", 1, False),
         (["packing=True", "max_seq_len=2048", "cuda_graph=False"], "gpu", 1, True),
         (["packing=True", "max_seq_len=2048", "compile=True"], "gpu", 1, True),
         (["packing=True", "max_seq_len=2048", "compute_type=fp8"], "gpu", 1, True),
         (["packing=True", "pp_schedule=zero_bubble", "virtual_pp_degree=2"], "gpu", 2, False),
-        (["packing=False"], "gpu", 1, True),
+        (["packing=False"], "gpu", 1, False),
         (["packing=False", "length_buckets=off"], "gpu", 1, False),
         (["packing=False", "compute_type=fp32"], "gpu", 1, False),
         (["packing=False", "stage=DPO"], "gpu", 1, True),
@@ -56,12 +61,12 @@ def settled(*words: str, device: Any = None, world: Any = ALONE, model: DecoderC
         (["packing=True", "compile=False"], "gpu", 1, False),
     ],
 )
-def test_layers_are_compiled_on_cards_with_rows_of_few_lengths_that_are_not_replayed_or_as_told(
+def test_layers_are_compiled_on_cards_with_rows_of_few_lengths_that_the_host_launches_too_slowly_or_as_told(
     words: list[str], device: str, ranks: int, want: bool
 ) -> None:
     pytest.importorskip("triton", reason="the dev extra installs it on Linux")
     world = SimpleNamespace(size=ranks, layout=Layout(dp=ranks))
-    usual = ["batch_size=1", "max_seq_len=8192", "compute_type=bf16"]
+    usual = ["batch_size=1", "max_seq_len=8192", "compute_type=bf16", "fine_tuning=Full"]
     kept = [word for word in usual if not any(other.startswith(word.split("=")[0] + "=") for other in words)]
     cfg = settled(*kept, *words, device=card(device), world=world)
     if cfg.data.joins_rows:
@@ -74,7 +79,9 @@ def test_layers_are_compiled_on_cards_with_rows_of_few_lengths_that_are_not_repl
     ("words", "model", "want"),
     [
         (["max_seq_len=2048"], SMALL, True),
-        (["max_seq_len=8192"], SMALL, False),
+        (["max_seq_len=8192"], SMALL, True),
+        (["max_seq_len=16384"], SMALL, False),
+        (["max_seq_len=8192", "compile=True"], SMALL, False),  # compiled layers have fewer launches
         (["max_seq_len=8192", "fine_tuning=LoRA"], LARGE, True),
         (["max_seq_len=32768", "fine_tuning=LoRA"], LARGE, False),
         (["max_seq_len=8192", "fine_tuning=LoRA", "stage=VL-SFT"], SEEING, True),
@@ -159,13 +166,22 @@ def test_what_cannot_be_joined_says_why() -> None:
         assert why in note
 
 
+def test_layers_are_compiled_where_the_speed_of_the_card_or_of_ranks_that_share_them_is_not_known() -> None:
+    pytest.importorskip("triton", reason="the dev extra installs it on Linux")
+    words = ["compute_type=bf16", "batch_size=1", "packing=True", "max_seq_len=32768", "fine_tuning=Full"]
+    sharing: Any = SimpleNamespace(size=2, layout=Layout(fsdp=2))
+    unknown = settled(*words, device=replace(card(), peak_flops={}))
+    shared = settled(*words, world=sharing)
+    assert (settled(*words).model.compile, unknown.model.compile, shared.model.compile) == (False, True, True)
+
+
 def test_graphs_of_joined_rows_are_decided_by_how_long_those_are() -> None:
     pytest.importorskip("triton", reason="the dev extra installs it on Linux")
-    cfg = settled("compute_type=bf16", "packing=False", "batch_size=1", "max_seq_len=8192")
+    cfg = settled("compute_type=bf16", "packing=False", "batch_size=1", "max_seq_len=8192", "fine_tuning=Full")
     assert cfg.model.cuda_graph is None, "the data has not been read"
-    short, long = (for_lengths(cfg, card(), ALONE, SMALL, tokens) for tokens in (6400, 8192))
+    short, long = (for_lengths(cfg, card(), ALONE, SMALL, tokens) for tokens in (8192, 16384))
     assert (short.model.cuda_graph, long.model.cuda_graph) == (True, False)
-    assert (short.model.compile, long.model.compile) == (False, True)
+    assert (short.model.compile, long.model.compile) == (False, False)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +260,7 @@ def test_without_data_rows_that_would_be_joined_have_their_full_length() -> None
     """As benchmarks and rehearsals have them: layers are compiled or replayed as in a run."""
     pytest.importorskip("triton", reason="the dev extra installs it on Linux")
     folder: Any = SimpleNamespace(config=SMALL)
-    for length, want in ((2048, (False, True)), (8192, (True, False))):
+    for length, want in ((2048, (False, True)), (16384, (True, False))):
         cfg = settled("compute_type=bf16", "packing=False", "batch_size=1", f"max_seq_len={length}")
         model = RunPlan(cfg, card(), ALONE, folder, None, 0).at_full_length().config.model
         assert (model.compile, model.cuda_graph) == want
