@@ -32,6 +32,7 @@ class Job:
     offload_optimiser: bool = False
     seeing: float = 0.0  # bytes that a vision tower and its resampler keep of a micro-batch
     schedule: str = "auto"  # of a pipeline
+    replayed: bool = False  # layers are: the host launches none of their kernels
     base: str = BF16  # what frozen weights are kept as, and what they are multiplied in
     products: str = BF16
     # What evaluate.py has computed, for layouts that are alike in it.

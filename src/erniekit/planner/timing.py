@@ -106,7 +106,7 @@ def layer_time(job: Job, sparse: bool, layout: Layout, tokens: int, rates: CardR
         + (1 - ATTENTION_FORWARD_SHARE) * attention
         + (1 - FORWARD_SHARE) * between
         + wait,
-        rates.expert_launch if sparse else rates.layer_launch,
+        0.0 if job.replayed else rates.expert_launch if sparse else rates.layer_launch,
         wait,
     )
 
@@ -162,7 +162,7 @@ def teacher_time(job: Job, layout: Layout, tokens: int, rates: CardRates, links:
     c = job.teacher
     if c is None:
         return 0.0, 0.0
-    own = replace(job, model=c, rank=0)
+    own = replace(job, model=c, rank=0, replayed=False)
     layers = [layer_time(own, c.sparse(n), layout, tokens, rates, links) for n in range(c.num_layers)]
     trained = tokens * job.trained
     head = FORWARD * c.vocab_size * c.hidden_size * trained / rates.dense

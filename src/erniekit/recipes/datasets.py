@@ -242,10 +242,9 @@ def with_buckets(cfg: RunConfig, data: TrainData) -> TrainData:
 
 
 def with_data(plan: RunPlan, data: TrainData) -> RunPlan:
-    """The plan with what the lengths of the data's rows decide; its notes are printed."""
-    if not data.lengths:
-        return plan
-    settled = plan.with_lengths(data.lengths, data.usual_size, data.max_steps)
+    """The plan with what the lengths of the data's rows and the steps decide; its notes are printed."""
+    usual = data.usual_size if data.lengths else plan.full_size
+    settled = plan.with_lengths(data.lengths, usual, data.max_steps)
     for note in settled.config.notes[len(plan.config.notes) :]:
         if not note.quiet:
             emit(f"note     {note}")

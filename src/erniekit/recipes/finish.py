@@ -103,7 +103,7 @@ def next_commands(output: Path, built: Built) -> list[str]:
 def print_result(output: Path, result: RunResult, trainer: Trainer, plan: RunPlan) -> None:
     if not result.next_commands:
         return  # another rank does
-    speed = next((hook.speed for hook in trainer.hooks if isinstance(hook, LogHook)), 0.0)
+    usual = next((hook.usual() for hook in trainer.hooks if isinstance(hook, LogHook)), None)
     report = write_report(output)
     m = result.metrics
     evaluation = f", eval_loss {m['eval_loss']:.4f}" if "eval_loss" in m else ""
@@ -114,7 +114,7 @@ def print_result(output: Path, result: RunResult, trainer: Trainer, plan: RunPla
         f"{paint('done', 'green', 'bold')}     {steps} in {m['train_runtime']:.0f} s, "
         f"train_loss {m['train_loss']:.4f}{evaluation}"
     )
-    if planned := plan_check.line_of(plan, speed):
+    if planned := plan_check.line_of(plan, usual):
         emit(f"plan     {planned}")
     if result.note:
         warn(result.note)

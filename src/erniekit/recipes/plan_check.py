@@ -7,6 +7,7 @@ printed.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
 
 from erniekit.config import RunConfig
 from erniekit.devices.base import GIB, Device
@@ -19,6 +20,7 @@ from erniekit.planner.job import Job
 from erniekit.planner.step_time import alone
 from erniekit.recipes import planning
 from erniekit.recipes.run_plan import RunPlan
+from erniekit.train.metrics import Usual
 
 
 def card_of(device: Device) -> Card | None:
@@ -43,17 +45,13 @@ def job_at_hand(cfg: RunConfig, plan: RunPlan | None, layout: Layout) -> Job:
         shape = planning.ModelShape(config, model, spec, str(plan.folder.path))
     t = cfg.train
     packs = t.per_device_train_batch_size * max(1, t.gradient_accumulation_steps) * layout.data_ranks
-    job = planning.job_of(cfg, shape, packs)
+    job = replace(planning.job_of(cfg, shape, packs), replayed=bool(cfg.model.cuda_graph))
     kept = cfg.memory.no_recompute_layers
     if cfg.memory.recompute and kept and layout.pp == 1:
         job = replace(job, recomputed=max(0, shape.config.num_layers - len(kept)))
     elif not cfg.memory.recompute:
         job = replace(job, recomputed=0)
     return job
-
-
-def predicted(plan: RunPlan) -> Candidate:
-    return evaluate(job_at_hand(plan.config, plan, plan.world.layout), plan.world.layout, _place(plan), exact=True)
 
 
 def predicted_alone(plan: RunPlan, micro_batches: int) -> tuple[Candidate, float]:
@@ -71,22 +69,35 @@ def _place(plan: RunPlan) -> Site:
     return replace(site, limit=float("inf"))
 
 
-def comparison(made: Candidate, peak: float, tokens: float, known: bool) -> str:
-    """One line: the plan against what was measured. known: the card's rates are."""
-    gib, own = peak / GIB, made.most.allocated / GIB
-    line = f"memory {own:.1f} GiB planned, {gib:.1f} at the most ({own / gib - 1:+.0%})"
-    if known and tokens:
-        line += f"; {made.tokens:,.0f} tokens/s planned, {tokens:,.0f} measured ({made.tokens / tokens - 1:+.0%})"
+def comparison(own: float, peak: float, planned: float, measured: float) -> str:
+    """One line: the plan against what was measured, in bytes and tokens a second. planned 0: the card's rates are not
+    known."""
+    line = f"memory {own / GIB:.1f} GiB planned, {peak / GIB:.1f} at the most ({own / peak - 1:+.0%})"
+    if planned and measured:
+        line += f"; {planned:,.0f} tokens/s planned, {measured:,.0f} measured ({planned / measured - 1:+.0%})"
     return line
 
 
-def line_of(plan: RunPlan, tokens: float) -> str | None:
+def as_it_was(job: Job, layout: Layout, usual: Usual) -> Job:
+    """With the rows that a run had: memory is planned for full ones, time for the usual one."""
+    multiple = layout.length_multiple
+    length = min(job.length, ceil(usual.pack / multiple) * multiple)
+    return replace(job, length=length, document=round(usual.document), trained=usual.trained)
+
+
+def line_of(plan: RunPlan, usual: Usual | None) -> str | None:
     """At the end of a run on a device that counts its memory; None elsewhere."""
     peak = plan.device.peak_allocated() if plan.device.counts_memory else 0
     if not peak:
         return None
     try:
-        return comparison(predicted(plan), peak, tokens, card_of(plan.device) is not None)
+        layout, place = plan.world.layout, _place(plan)
+        job = job_at_hand(plan.config, plan, layout)
+        made = evaluate(job, layout, place, exact=True)
+        if usual is None or card_of(plan.device) is None:
+            return comparison(made.most.allocated, peak, 0.0, 0.0)
+        timed = evaluate(as_it_was(job, layout, usual), layout, place, exact=True)
+        return comparison(made.most.allocated, peak, timed.tokens, usual.speed)
     except (ErnieKitError, ArithmeticError, LookupError, TypeError, ValueError):
         return None  # the run is done: a plan that cannot be made is no fault of it
 

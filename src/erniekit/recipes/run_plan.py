@@ -84,17 +84,19 @@ class RunPlan(DevicePlan):
             return Graphed(1, self.lengths, t.gradient_accumulation_steps)
         return Graphed(t.per_device_train_batch_size, (self.config.data.max_seq_len,), t.gradient_accumulation_steps)
 
-    def with_lengths(self, lengths: tuple[int, ...], usual: float, steps: int = -1) -> RunPlan:
+    def with_lengths(self, lengths: tuple[int, ...], usual: float, steps: int) -> RunPlan:
         """With what the data decides: the lengths its joined rows have, tokens of a usual micro-batch, and steps."""
         cfg = speed_decisions.for_lengths(self.config, self.device, self.world, self.folder.config, usual, steps)
         return replace(self, config=cfg, lengths=lengths)
 
+    @property
+    def full_size(self) -> int:
+        """Tokens of a micro-batch whose rows are as long as they may be."""
+        return self.config.train.per_device_train_batch_size * self.config.data.max_seq_len
+
     def at_full_length(self) -> RunPlan:
-        """Where no data is read: rows that would be joined are all as long as they may be."""
-        t, d = self.config.train, self.config.data
-        if not d.joins_rows:
-            return self
-        return self.with_lengths((), t.per_device_train_batch_size * d.max_seq_len, t.max_steps)
+        """Where no data is read: rows are as long as they may be, and of steps is known what the recipe says."""
+        return self.with_lengths((), self.full_size, self.config.train.max_steps)
 
     @property
     def host_layers(self) -> tuple[int, ...]:

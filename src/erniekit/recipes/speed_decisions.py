@@ -2,8 +2,8 @@
 and replayed, how few of them are computed again, and which kernels a user requests (what the others are,
 kernels/selection.py decides).
 
-Called by run_plan.py once device, ranks and model are known, and `for_lengths` once the data is; each answer is a note
-with its reason.
+Called by run_plan.py: `for_device` once device, ranks and model are known, `for_lengths` once the data is; each answer
+is a note with its reason.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ AS_WRITTEN_LAUNCHES = 4e-3  # for one as it is written: 2.8 to 3.6 ms, by the ma
 EXPERT_LAUNCHES = 10e-3  # for one with experts: 277 to 308 ms for 28 of them
 TWO_BANKS_LAUNCHES = 13e-3  # of one with a bank for text and one for pictures
 # Replayed layers with experts are 0 to 3 % faster compiled, for a start that takes 12 s longer and 4 s for each further
-# length of rows (21B, one H200): worth it from so many seconds of training on.
+# length of rows (21B, one H200); launched dense ones -1 to 1 %, for 9 s (0.3B): worth it from so many seconds of
+# training on.
 WORTH_COMPILING = 900.0
 MANY_LENGTHS = "rows of many lengths; length_buckets: auto makes them few, packing: True of one"
 
@@ -47,17 +48,14 @@ MANY_LENGTHS = "rows of many lengths; length_buckets: auto makes them few, packi
 def for_device(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -> RunConfig:
     cfg = cfg.derive(*_buckets(cfg, device, world, model))
     cfg = cfg.derive(*_recompute(cfg, device, world, model))
-    cfg = cfg.derive(*host_layers(cfg, device, world, model))
-    if cfg.data.joins_rows:
-        return cfg  # how long a micro-batch takes is known with the data's lengths, and by that the rest
-    tokens = cfg.train.per_device_train_batch_size * cfg.data.max_seq_len
-    return for_lengths(cfg, device, world, model, tokens, cfg.train.max_steps)
+    return cfg.derive(*host_layers(cfg, device, world, model))
 
 
 def for_lengths(
-    cfg: RunConfig, device: Device, world: World, model: DecoderConfig, tokens: float, steps: int = -1
+    cfg: RunConfig, device: Device, world: World, model: DecoderConfig, tokens: float, steps: int
 ) -> RunConfig:
-    """What depends on how long a micro-batch is. tokens: of a usual one, padding too; steps: of the run, if known."""
+    """What depends on how long micro-batches and the run are. tokens: of a usual one, padding too; steps: -1 where they
+    are not known."""
     cfg = cfg.derive(*_graph(cfg, device, world, model, tokens))
     return cfg.derive(*_compile(cfg, device, world, model, tokens, steps))
 
@@ -137,19 +135,15 @@ def _compiles(cfg: RunConfig, device: Device) -> bool:
 def _compile(
     cfg: RunConfig, device: Device, world: World, model: DecoderConfig, tokens: float, steps: int
 ) -> Iterator[Note]:
-    """Dense layers are as fast as they are written, and start without torch's compiler, unless the host is too slow to
-    launch their kernels one by one. Those with experts gain a little by it."""
+    """Layers as they are written start without torch's compiler. Replayed dense ones are as fast; those with experts,
+    and dense ones whose kernels are launched one by one, gain a little by it, which a short run does not get back."""
     if cfg.model.compile is not None:
         return
     why_not = _why_not_compiled(cfg, device)
     if _why_not_replayed_as_written(cfg, device, model) is None:
-        if model.moe is None and (cfg.model.cuda_graph or _launched_as_written(cfg, device, world, model, tokens)):
-            why_not = "dense layers are as fast without it, and the run starts sooner"
-        elif (
-            cfg.model.cuda_graph
-            and _ends_soon(cfg, device, model, tokens, steps)
-            and _fits_twice(cfg, device, model, tokens)
-        ):
+        if model.moe is None and cfg.model.cuda_graph:
+            why_not = "replayed layers are as fast without it, and the run starts sooner"
+        elif _ends_soon(cfg, device, model, tokens, steps) and _fast_as_written(cfg, device, world, model, tokens):
             why_not = "a run of minutes ends sooner without it; compile: True makes steps 0 to 3 % faster"
     if why_not is None and _of_many_lengths(cfg) and not cfg.model.cuda_graph:
         why_not = MANY_LENGTHS
@@ -158,16 +152,19 @@ def _compile(
     yield Note("compile", None, why_not is None, reason, quiet=why_not is not None)
 
 
-def _launched_as_written(cfg: RunConfig, device: Device, world: World, model: DecoderConfig, tokens: float) -> bool:
-    """Whether dense layers that are not replayed keep the device at work. Measured where each is whole on its rank, is
-    trained and is computed once."""
-    whole = _collectives_inside(world.layout) is None and not cfg.memory.recompute and not cfg.lora.lora
-    return whole and bool(device.peak_flops) and not launches_show(cfg, device, model, tokens)
-
-
 def _ends_soon(cfg: RunConfig, device: Device, model: DecoderConfig, tokens: float, steps: int) -> bool:
     micro_batches = steps * max(1, cfg.train.gradient_accumulation_steps)
     return 0 < micro_batches * _micro_batch_seconds(cfg, device, model, tokens) < WORTH_COMPILING
+
+
+def _fast_as_written(cfg: RunConfig, device: Device, world: World, model: DecoderConfig, tokens: float) -> bool:
+    """Replayed with experts, or launched without, where that was measured: dense layers that are whole on their rank,
+    are trained, are computed once and take the device longer than their launches the host."""
+    if cfg.model.cuda_graph:
+        return _fits_twice(cfg, device, model, tokens)
+    if model.moe is not None or cfg.memory.recompute or cfg.lora.lora or _collectives_inside(world.layout):
+        return False
+    return not launches_show(cfg, device, model, tokens)
 
 
 def _fits_twice(cfg: RunConfig, device: Device, model: DecoderConfig, tokens: float) -> bool:

@@ -6,10 +6,12 @@ Used as a hook by recipes/; everything goes to the trackers.
 from __future__ import annotations
 
 import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -27,6 +29,8 @@ from erniekit.train.step import StepResult
 
 if TYPE_CHECKING:
     from erniekit.train.trainer import Trainer
+
+RECORDS = 1000  # the latest, of whose speeds the median is taken
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,15 @@ class Looking:
             merged, tokens = shown.looked_patches, shown.looked_features
         counts = Patches(shown.looked_patches, shown.squares, tokens, merged)
         return vision_costs.step_flops(c, counts, self.tower_trained, self.resampler_trained, self.adapted)
+
+
+class Usual(NamedTuple):
+    """Of the steps of a run: what a plan did not know before."""
+
+    speed: float  # tokens a second, the median of its records after the first
+    pack: float  # tokens
+    document: float  # tokens, each token's own counted
+    trained: float  # share of tokens with a label
 
 
 class LogHook(Hook):
@@ -79,7 +92,8 @@ class LogHook(Hook):
         self.frozen_base, self.adapters, self.looking = frozen_base, adapters, looking
         self.more_of = (further, live_reference)
         self.extras: dict[str, float] = {}  # what the latest record has besides loss and rates
-        self.speed = 0.0  # tokens a second since the record before the latest
+        self._speeds: deque[float] = deque(maxlen=RECORDS)
+        self._all = [0, 0, 0, 0]  # tokens, those with a label, sums of squared document lengths, packs
         self._wait = DataWait()
         self._reset(time.perf_counter())
 
@@ -111,6 +125,8 @@ class LogHook(Hook):
         self._tokens += result.tokens
         self._trained += result.trained_tokens
         self._squares += result.sum_squares
+        counted = (result.tokens, result.trained_tokens, result.sum_squares, self.packs_per_step)
+        self._all = [sum(pair) for pair in zip(self._all, counted)]
         if result.applied:
             self._losses.append(result.loss)
             for name, value in result.extras.items():
@@ -127,6 +143,14 @@ class LogHook(Hook):
             self._reset(result.finished_at)
         self.trackers.advance(result.step)
 
+    def usual(self) -> Usual | None:
+        """None before the first record."""
+        tokens, trained, squares, packs = self._all
+        if not self._speeds or not tokens:
+            return None
+        later = list(self._speeds)[1:] or self._speeds  # the first has compilations and recordings
+        return Usual(statistics.median(later), tokens / packs, squares / tokens, trained / tokens)
+
     def _flops(self) -> float:
         """Since the latest record, of all ranks."""
         vision_tokens, adapters, looking = self._shown.vision_tokens, float(self.adapters), self.looking
@@ -140,7 +164,7 @@ class LogHook(Hook):
 
     def _record(self, trainer: Trainer, result: StepResult) -> dict[str, float | None]:
         seconds = max(1e-9, result.finished_at - self._since)
-        self.speed = self._tokens / seconds
+        self._speeds.append(self._tokens / seconds)
         loss = sum(self._losses) / len(self._losses)
         flops = self._flops()
         self.extras = {name: sum(values) / len(values) for name, values in self._extras.items()}
@@ -151,7 +175,7 @@ class LogHook(Hook):
             "grad_norm": result.grad_norm,
             **self.extras,
             **(self.also() if self.also is not None else {}),
-            "tokens_per_second": self.speed,
+            "tokens_per_second": self._speeds[-1],
             "trained_tokens_per_second": self._trained / seconds,
             "mfu": mfu(flops, seconds, self.device.peak_flops.get(self.dtype), self.ranks),
             "data_wait": min(1.0, self._waited / seconds),

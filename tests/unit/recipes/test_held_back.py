@@ -15,7 +15,7 @@ from erniekit.kernels.selection import Choice
 from erniekit.models.config import DecoderConfig
 from erniekit.parallel.mesh import Layout
 from erniekit.recipes.held_back import Brake, brakes
-from erniekit.recipes.speed_decisions import for_device
+from erniekit.recipes.speed_decisions import for_device, for_lengths
 
 SMALL = DecoderConfig("ernie_dense", 103424, 1024, 3072, 18, 16, 2, 128, 1e-5, 5e5, "pairs", True, 131072)
 FLASH = [Choice("attention", "flash4", "the fastest"), Choice("packed attention", "flash4", "the fastest")]
@@ -40,9 +40,8 @@ def found(*words: str, rows: int = 6000, kernels: list[Choice] = FLASH, card: bo
     cfg = load(["model_name_or_path=x", "train_dataset_path=y", "max_seq_len=8192", "compute_type=bf16", *words])
     device = (CudaDevice if card else CpuDevice)("H200", "cuda", 139 * 2**30, {torch.bfloat16: 989.4e12})
     world: Any = SimpleNamespace(size=1, layout=Layout())
-    plan: Any = SimpleNamespace(
-        config=for_device(cfg, device, world, SMALL), device=device, world=world, folder=SimpleNamespace(config=SMALL)
-    )
+    cfg = for_lengths(for_device(cfg, device, world, SMALL), device, world, SMALL, rows, 100)
+    plan: Any = SimpleNamespace(config=cfg, device=device, world=world, folder=SimpleNamespace(config=SMALL))
     data: Any = SimpleNamespace(sources=[Rows(rows)])
     return list(brakes(plan, data, kernels))
 

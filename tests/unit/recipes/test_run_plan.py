@@ -74,7 +74,8 @@ def test_a_plan_holds_every_decision_and_cannot_be_changed(moe: Path) -> None:
     assert (plan.lora, plan.mtp_tokens) == (LoRASettings.resolve(4), 1)
     assert plan.folder.config.moe is not None
     assert plan.folder.config.moe.most == 7
-    assert plan.config.model.compile is False, "speed is decided too"
+    assert plan.config.model.compile is None, "the data has not been read"
+    assert plan.at_full_length().config.model.compile is False, "speed is decided too"
     assert (plan.dtype, plan.stored_dtype, plan.graphed) == (torch.float32, torch.float32, None)
     for part, name in ((plan, "config"), (plan.config, "model"), (plan.config.model, "compile"), (plan.lora, "rank")):
         with pytest.raises(FrozenInstanceError):

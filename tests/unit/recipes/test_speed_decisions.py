@@ -34,7 +34,11 @@ def card(kind: str = "gpu") -> Device:
 
 def settled(*words: str, device: Any = None, world: Any = ALONE, model: DecoderConfig = SMALL) -> Any:
     cfg = load(["model_name_or_path=x", "train_dataset_path=y", *words], "train")
-    return for_device(cfg, device or card(), world, model)
+    cfg = for_device(cfg, device or card(), world, model)
+    if cfg.data.joins_rows:
+        return cfg
+    tokens = cfg.train.per_device_train_batch_size * cfg.data.max_seq_len
+    return for_lengths(cfg, device or card(), world, model, tokens, cfg.train.max_steps)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +49,8 @@ def settled(*words: str, device: Any = None, world: Any = ALONE, model: DecoderC
         (["packing=True"], "gpu", 2, False),
         (["packing=True", "cuda_graph=False"], "gpu", 2, True),
         (["packing=True", "max_seq_len=32768"], "gpu", 2, False),  # launched, as layers are written
+        (["packing=True", "max_seq_len=32768", "max_steps=10000"], "gpu", 2, True),
+        (["packing=True", "max_seq_len=32768", "max_steps=-1"], "gpu", 2, True),  # nobody knows how long
         (["packing=True", "max_seq_len=32768", "fine_tuning=LoRA"], "gpu", 1, True),
         (["packing=True", "max_seq_len=32768", "recompute=True"], "gpu", 1, True),
         (["packing=True", "max_seq_len=32768", "compile=True"], "gpu", 1, True),
@@ -66,12 +72,12 @@ def test_layers_are_compiled_on_cards_with_rows_of_few_lengths_that_the_host_lau
 ) -> None:
     pytest.importorskip("triton", reason="the dev extra installs it on Linux")
     world = SimpleNamespace(size=ranks, layout=Layout(dp=ranks))
-    usual = ["batch_size=1", "max_seq_len=8192", "compute_type=bf16", "fine_tuning=Full"]
+    usual = ["batch_size=1", "max_seq_len=8192", "compute_type=bf16", "fine_tuning=Full", "max_steps=100"]
     kept = [word for word in usual if not any(other.startswith(word.split("=")[0] + "=") for other in words)]
     cfg = settled(*kept, *words, device=card(device), world=world)
     if cfg.data.joins_rows:
         assert cfg.model.compile is None or cfg.given("compile"), "the data has not been read"
-        cfg = for_lengths(cfg, card(device), world, SMALL, 8192)
+        cfg = for_lengths(cfg, card(device), world, SMALL, 8192, 100)
     assert cfg.model.compile is want
 
 
@@ -169,6 +175,7 @@ def test_what_cannot_be_joined_says_why() -> None:
 def test_layers_are_compiled_where_the_speed_of_the_card_or_of_ranks_that_share_them_is_not_known() -> None:
     pytest.importorskip("triton", reason="the dev extra installs it on Linux")
     words = ["compute_type=bf16", "batch_size=1", "packing=True", "max_seq_len=32768", "fine_tuning=Full"]
+    words += ["max_steps=100"]
     sharing: Any = SimpleNamespace(size=2, layout=Layout(fsdp=2))
     unknown = settled(*words, device=replace(card(), peak_flops={}))
     shared = settled(*words, world=sharing)
@@ -179,7 +186,7 @@ def test_graphs_of_joined_rows_are_decided_by_how_long_those_are() -> None:
     pytest.importorskip("triton", reason="the dev extra installs it on Linux")
     cfg = settled("compute_type=bf16", "packing=False", "batch_size=1", "max_seq_len=8192", "fine_tuning=Full")
     assert cfg.model.cuda_graph is None, "the data has not been read"
-    short, long = (for_lengths(cfg, card(), ALONE, SMALL, tokens) for tokens in (8192, 16384))
+    short, long = (for_lengths(cfg, card(), ALONE, SMALL, tokens, 100) for tokens in (8192, 16384))
     assert (short.model.cuda_graph, long.model.cuda_graph) == (True, False)
     assert (short.model.compile, long.model.compile) == (False, False)
 

@@ -13,7 +13,7 @@ from erniekit.checkpoint.state import TrainState
 from erniekit.devices.cpu import make
 from erniekit.models.config import DecoderConfig, MoEShape
 from erniekit.train.guard import FiniteGuard
-from erniekit.train.metrics import LogHook
+from erniekit.train.metrics import LogHook, Usual
 from erniekit.train.step import DeviceClock, Launched, StepResult
 from erniekit.train.trainer import Trainer
 from support.clock import Clock
@@ -43,6 +43,22 @@ def test_numbers_told_beside_the_loss_are_logged_as_means_since_the_last_record(
     assert [r["router_aux"] for r in logged] == [pytest.approx(2.0), pytest.approx(6.0)]
     assert [r["moe_load"] for r in logged] == [1.5, 1.5]
     assert [r["loss"] for r in logged] == [2.0, 2.0]
+
+
+def test_the_usual_speed_is_that_of_most_records_and_rows_are_those_of_all_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = Clock()
+    monkeypatch.setattr("erniekit.train.metrics.time", now)
+    trackers = SimpleNamespace(log=lambda *_: None, start=lambda **k: None, advance=lambda step: None)
+    trainer = SimpleNamespace(max_steps=6, state=SimpleNamespace(step=0, packs=4))
+    hook = LogHook(trackers, make(), SPARSE, torch.float32, 1, 2, 10, False)  # type: ignore[arg-type]
+    hook.on_start(trainer)  # type: ignore[arg-type]
+    assert hook.usual() is None
+    for step, seconds in enumerate((9.0, 1.0, 1.0, 4.0, 1.0, 5.0), 1):  # a first step that compiles, others that wait
+        now.sleep(seconds)
+        hook.after_step(trainer, replace(result(step), finished_at=now.perf_counter()))  # type: ignore[arg-type]
+    assert hook.usual() == Usual(speed=10.0, pack=5.0, document=10.0, trained=0.5)
 
 
 def test_waiting_for_data_counts_where_the_device_had_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
