@@ -64,6 +64,14 @@ class TrainData:
         return any(isinstance(source, StreamSource) for source in self.sources)
 
     @property
+    def filled(self) -> float:
+        """The share of full rows that is tokens; 1 where rows are still being read."""
+        if self.is_streamed:
+            return 1.0
+        tokens = sum(source.report.tokens for source in self.sources)
+        return min(1.0, tokens / max(1, self.packs_per_epoch * self.stream.max_seq_len))
+
+    @property
     def usual_size(self) -> float:
         """Tokens of a joined micro-batch, padding too."""
         assert self.sizes is not None
@@ -243,7 +251,8 @@ def with_buckets(cfg: RunConfig, data: TrainData) -> TrainData:
 
 def with_data(plan: RunPlan, data: TrainData) -> RunPlan:
     """The plan with what the lengths of the data's rows and the steps decide; its notes are printed."""
-    usual = data.usual_size if data.lengths else plan.full_size
+    packed = plan.full_size * (data.filled if plan.config.data.packing else 1.0)
+    usual = data.usual_size if data.lengths else packed
     settled = plan.with_lengths(data.lengths, usual, data.max_steps)
     for note in settled.config.notes[len(plan.config.notes) :]:
         if not note.quiet:

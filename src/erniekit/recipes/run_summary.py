@@ -75,11 +75,10 @@ def show_data(data: TrainData) -> None:
     if data.is_streamed:
         emit(f"train    {amount}; rows are read on while it trains (streaming)")
         return
-    fill = sum(s.report.tokens for s in data.sources) / max(1, data.packs_per_epoch * data.stream.max_seq_len)
     emit(
         f"train    {amount}; "
         f"{counted(data.packs_per_epoch, 'sequence')} of {data.stream.max_seq_len:,} tokens per epoch, "
-        f"{100 * min(fill, 1):.0f} % filled"
+        f"{100 * data.filled:.0f} % filled"
     )
     if isinstance(data.stream, StagedPacks):
         steps = [(pack // data.packs_per_step + 1, shares) for pack, shares in data.stream.stages]

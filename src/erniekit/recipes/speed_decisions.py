@@ -42,6 +42,8 @@ TWO_BANKS_LAUNCHES = 13e-3  # of one with a bank for text and one for pictures
 # length of rows (21B, one H200); launched dense ones -1 to 1 %, for 9 s (0.3B): worth it from so many seconds of
 # training on.
 WORTH_COMPILING = 900.0
+FILLED = 0.99  # of compiled rows that are padded further it is faster to leave both the padding and the compiler
+SHORT_RUN = "a run of minutes ends sooner without it; compile: True makes steps 0 to 3 % faster"
 MANY_LENGTHS = "rows of many lengths; length_buckets: auto makes them few, packing: True of one"
 
 
@@ -140,11 +142,18 @@ def _compile(
     if cfg.model.compile is not None:
         return
     why_not = _why_not_compiled(cfg, device)
-    if _why_not_replayed_as_written(cfg, device, model) is None:
-        if model.moe is None and cfg.model.cuda_graph:
+    if why_not is None and _why_not_replayed_as_written(cfg, device, model) is None:
+        soon = _ends_soon(cfg, device, model, tokens, steps)
+        if cfg.model.cuda_graph and model.moe is None:
             why_not = "replayed layers are as fast without it, and the run starts sooner"
-        elif _ends_soon(cfg, device, model, tokens, steps) and _fast_as_written(cfg, device, world, model, tokens):
-            why_not = "a run of minutes ends sooner without it; compile: True makes steps 0 to 3 % faster"
+        elif cfg.model.cuda_graph:
+            why_not = SHORT_RUN if soon and _fits_twice(cfg, device, model, tokens) else None
+        elif _launched_as_written(cfg, device, world, model, tokens):
+            full = tokens / (cfg.train.per_device_train_batch_size * cfg.data.max_seq_len)
+            if soon:
+                why_not = SHORT_RUN
+            elif full < FILLED and not cfg.data.joins_rows:
+                why_not = f"rows are {full:.1%} full, and compiled ones would be padded to max_seq_len"
     if why_not is None and _of_many_lengths(cfg) and not cfg.model.cuda_graph:
         why_not = MANY_LENGTHS
     lengths = "a few lengths" if cfg.data.joins_rows else "one length"
@@ -157,14 +166,12 @@ def _ends_soon(cfg: RunConfig, device: Device, model: DecoderConfig, tokens: flo
     return 0 < micro_batches * _micro_batch_seconds(cfg, device, model, tokens) < WORTH_COMPILING
 
 
-def _fast_as_written(cfg: RunConfig, device: Device, world: World, model: DecoderConfig, tokens: float) -> bool:
-    """Replayed with experts, or launched without, where that was measured: dense layers that are whole on their rank,
-    are trained, are computed once and take the device longer than their launches the host."""
-    if cfg.model.cuda_graph:
-        return _fits_twice(cfg, device, model, tokens)
+def _launched_as_written(cfg: RunConfig, device: Device, world: World, model: DecoderConfig, tokens: float) -> bool:
+    """Whether layers that are not replayed keep the device at work without being compiled. Measured of dense ones that
+    are whole on their rank, trained and computed once."""
     if model.moe is not None or cfg.memory.recompute or cfg.lora.lora or _collectives_inside(world.layout):
         return False
-    return not launches_show(cfg, device, model, tokens)
+    return bool(device.peak_flops) and not launches_show(cfg, device, model, tokens)
 
 
 def _fits_twice(cfg: RunConfig, device: Device, model: DecoderConfig, tokens: float) -> bool:

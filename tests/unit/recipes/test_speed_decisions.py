@@ -182,6 +182,19 @@ def test_layers_are_compiled_where_the_speed_of_the_card_or_of_ranks_that_share_
     assert (settled(*words).model.compile, unknown.model.compile, shared.model.compile) == (False, True, True)
 
 
+def test_long_runs_of_packs_with_room_are_not_compiled_as_those_would_be_padded() -> None:
+    pytest.importorskip("triton", reason="the dev extra installs it on Linux")
+    words = ["compute_type=bf16", "batch_size=1", "packing=True", "max_seq_len=32768", "fine_tuning=Full"]
+    cfg = for_device(load(["model_name_or_path=x", "train_dataset_path=y", *words], "train"), card(), ALONE, SMALL)
+    for tokens, want in ((32768, True), (32700, True), (32200, False)):
+        found = for_lengths(cfg, card(), ALONE, SMALL, tokens, 100_000)
+        assert (found.model.compile, found.model.cuda_graph) == (want, False)
+    assert any("98.3% full" in str(note) for note in found.notes)
+    joined = settled(*words, "packing=False")
+    assert joined.data.joins_rows, "and padded to their own lengths, compiled or not"
+    assert for_lengths(joined, card(), ALONE, SMALL, 32200, 100_000).model.compile is True
+
+
 def test_graphs_of_joined_rows_are_decided_by_how_long_those_are() -> None:
     pytest.importorskip("triton", reason="the dev extra installs it on Linux")
     cfg = settled("compute_type=bf16", "packing=False", "batch_size=1", "max_seq_len=8192", "fine_tuning=Full")
