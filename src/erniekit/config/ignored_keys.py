@@ -72,7 +72,7 @@ _REASONS = {
     "the loss is always taken from logits cut by vocabulary; the number is the same": "tensor_parallel_output",
     "the norm takes one sum over the ranks that hold the model": "split_norm_comm",
     "always so: context_parallel_degree cuts sequences": "split_inputs_sequence_dim",
-    "gradients are summed in buckets, after the last micro-batch": """
+    "gradients are summed in buckets, inside the last backward pass or after it": """
         flatten_param_grads ddp_find_unused_parameters""",
     "sharded layers travel one at a time, other gradients in buckets of 256 MB": "sharding_comm_buffer_size_MB",
     "tensor-parallel ranks are nearest and pipeline stages farthest; results do not depend on it": """
@@ -110,7 +110,7 @@ IGNORED_OPTIONS: dict[str, dict[str, str]] = {
         "enable_overlap_p2p_comm": _TORCH,
         "disable_batch_p2p_comm": _TORCH,
         "enable_delay_scale_loss": _ONCE,
-        "enable_dp_comm_overlap": "copies sum gradients after the last micro-batch; sharding overlaps it",
+        "enable_dp_comm_overlap": "gradients are added up while the last backward pass computes others",
         "enable_sharding_comm_overlap": _OVERLAPS,
         "enable_release_grads": _FREED,
         "enable_timer": "step times are always in metrics.jsonl",

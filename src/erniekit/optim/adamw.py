@@ -188,6 +188,10 @@ class AdamW:
         grad = self._summed[name].grad
         return None if grad is None else own_memory(grad)
 
+    def keep_gradient(self, name: str, grad: torch.Tensor) -> None:
+        """In the place of a parameter's own: the sum over ranks, fp32."""
+        self._summed[name].grad = grad
+
     def drop_gradient(self, name: str) -> None:
         self.params[name].grad = self._summed[name].grad = None
 

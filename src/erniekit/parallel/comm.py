@@ -53,6 +53,13 @@ def all_reduce(x: torch.Tensor, group: ProcessGroup | None = None, op: str = "su
     dist.all_reduce(x, op=OPERATIONS[op], group=group)
 
 
+def start_all_reduce(x: torch.Tensor, group: ProcessGroup | None = None) -> dist.Work:
+    """A sum in place, while the caller goes on; `wait` on what is returned ends it."""
+    work: dist.Work | None = dist.all_reduce(x, op=OPERATIONS["sum"], group=group, async_op=True)
+    assert work is not None
+    return work
+
+
 def all_gather(parts: list[torch.Tensor], x: torch.Tensor, group: ProcessGroup | None = None) -> None:
     dist.all_gather(parts, x, group=group)
 

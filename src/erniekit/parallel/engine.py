@@ -5,19 +5,21 @@ Built by apply.py; train/step.py, train/evaluate.py and the probe see only this,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from erniekit.devices.base import Device
+from erniekit.model_contract import seeing
 from erniekit.parallel import comm, context
 from erniekit.parallel.compiled import eager
+from erniekit.parallel.early_sums import EarlySums
 from erniekit.parallel.fsdp import reshard, sync_gradients
 from erniekit.parallel.gradients import GradientSync
 from erniekit.parallel.mesh import World
-from erniekit.parallel.reduce import all_reduce
+from erniekit.parallel.reduce import all_reduce, on_host
 from erniekit.parallel.step_metrics import StepMetrics
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ class Engine:
         self._copies: Any = None  # a second stream, for copies
         # Called with a micro-batch's loss before its backward pass, where updates are made inside that.
         self.saw_loss: Callable[[torch.Tensor], None] = lambda loss: None
+        self.last_backward: Callable[[], None] = lambda: None  # called before that of a step's last micro-batch
 
     @property
     def model(self) -> nn.Module:
@@ -108,19 +111,42 @@ class Engine:
         else:
             total = torch.zeros((), device=self.device)
             for k, (batch, share) in enumerate(zip(mine, shares)):
-                sync_gradients(self.parts, k == len(mine) - 1, self.world)
+                last = k == len(mine) - 1
+                sync_gradients(self.parts, last, self.world)
                 if self.hardware.scales_in_loss:  # with the scale in the loss, the head forms its gradients once
                     loss = self.loss(self.model, batch, scale=self.averaged_over / share)
-                    self.saw_loss(loss)
+                    self._before_backward(loss, last)
                     loss.backward()
                     total += loss.detach() / self.averaged_over
                     continue
                 loss = self.loss(self.model, batch) / share
-                self.saw_loss(loss)
+                self._before_backward(loss, last)
                 (loss * self.averaged_over).backward()
                 total += loss.detach()
         self._read_records()
         return total
+
+    def _before_backward(self, loss: torch.Tensor, last: bool) -> None:
+        self.saw_loss(loss)
+        if last:
+            self.last_backward()
+
+    def early_sums(
+        self,
+        params: Mapping[str, torch.Tensor],
+        gradient_of: Callable[[str], torch.Tensor | None],
+        keep: Callable[[str, torch.Tensor], None],
+    ) -> EarlySums | None:
+        """Sums of gradients that begin inside backward (early_sums.py); None where ranks exchange other tensors there:
+        calls in two groups may come in another order on another rank, and NCCL would hang."""
+        layout, looks = self.world.layout, any(seeing(part) is not None for part in self.parts)
+        alone = layout.tp == layout.pp == layout.cp == layout.fsdp == 1 and layout.experts_over == "none"
+        group = None if self.sync is None else self.sync.replica_group
+        if self.sync is None or group is None or looks or not alone:
+            return None
+        if on_host(group) and self.device.type != "cpu":
+            return None
+        return EarlySums({name: params[name] for name in self.sync.names}, group, gradient_of, keep)
 
     def _read_records(self) -> None:
         """What the layers noted of every micro-batch, into the step metrics."""

@@ -5,7 +5,7 @@ Called by engine.py. What fsdp has reduced already is not touched.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 
 import torch
 from torch.distributed import ProcessGroup
@@ -72,8 +72,8 @@ class GradientSync:
         """The same on every rank, whichever layers it holds: groups are made together."""
         return self.world.layout.tp > 1 and any(self._repeated(n) for n in self.sharding.names())
 
-    def reduce(self, grads: Mapping[str, torch.Tensor]) -> None:
-        """grads of all names, fp32; changed in place."""
+    def reduce(self, grads: Mapping[str, torch.Tensor], done: Container[str] = ()) -> None:
+        """grads of all names, fp32; changed in place. done: those that are sums already (early_sums.py)."""
         if self.partial:
             _all_reduce([local(grads[n]) for n in self.partial], self.world.group("tp"))
         for name in self.repeated:
@@ -87,7 +87,8 @@ class GradientSync:
             _all_reduce(dealt, self.copies_group)
         if self.replica_group is not None:
             # By the names this was made for: a gradient that one rank lacks would shift all others behind it.
-            _all_reduce([local(grads[n]) for n in self.names if n not in self.dealt], self.replica_group)
+            left = [n for n in self.names if n not in self.dealt and n not in done]
+            _all_reduce([local(grads[n]) for n in left], self.replica_group)
 
     def _sum_repeated_rows(self, name: str, grad: torch.Tensor) -> None:
         """kv heads that several ranks hold: each has the gradient of its own queries; all get the sum."""

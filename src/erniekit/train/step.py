@@ -16,7 +16,7 @@ import torch
 from erniekit.data.types import Batch, Shown
 from erniekit.devices.base import Device, Event
 from erniekit.optim.adamw import AdamW
-from erniekit.optim.in_backward import BackwardUpdates
+from erniekit.optim.in_backward import BackwardUpdates, after_gradients
 from erniekit.optim.schedule import Schedule
 from erniekit.parallel.engine import Engine
 
@@ -126,6 +126,10 @@ class TrainStep:
         self.prepare, self.in_backward = prepare, in_backward
         self.phase: Callable[[str], None] = lambda name: None  # set by the trainer
         self._clock = DeviceClock(engine.hardware)
+        self._early = engine.early_sums(optimizer.params, optimizer.gradient_of, optimizer.keep_gradient)
+        if self._early is not None:
+            after_gradients(optimizer, self._early.ready)
+            engine.last_backward = self._early.begin
 
     @property
     def late(self) -> bool:
@@ -192,8 +196,9 @@ class TrainStep:
         """Of the whole model's gradient; where there are other ranks, after theirs were added."""
         if self.engine.sync is None:
             return self.optimizer.gradient_norm()
+        done = frozenset() if self._early is None else self._early.finish()
         grads = self.optimizer.all_gradients()
-        self.engine.sync.reduce(grads)
+        self.engine.sync.reduce(grads, done)
         return self.engine.sync.norm(grads)
 
     def _shares(self, batches: Sequence[Batch], weight: int) -> list[float]:
