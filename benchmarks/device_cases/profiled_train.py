@@ -12,21 +12,31 @@ from typing import Any
 
 import torch
 
+from erniekit.bench.profile import KernelSpan, overlap
 from erniekit.cli.main import main
 from erniekit.train.metrics import LogHook
 
+OVERLAP = ".overlap"  # of the file beside the kernels
 FIRST, COUNT = 3, 2  # steps that are recorded, once the compiler is done
 
 
-def kernels_of(recorder: Any, trace: Path) -> list[tuple[str, list[float]]]:
-    """Name and grid of each kernel, and the microseconds of its launches."""
+def launches_of(recorder: Any, trace: Path) -> list[dict[str, Any]]:
     recorder.export_chrome_trace(str(trace))
-    found: dict[str, list[float]] = {}
-    for event in json.loads(trace.read_text())["traceEvents"]:
-        if event.get("cat") == "kernel":
-            found.setdefault(f"{event['name']}|{event['args'].get('grid')}", []).append(event["dur"])
+    events = json.loads(trace.read_text())["traceEvents"]
     trace.unlink()
+    return [event for event in events if event.get("cat") == "kernel"]
+
+
+def kernels_of(launches: list[dict[str, Any]]) -> list[tuple[str, list[float]]]:
+    """Name and grid of each kernel, and the microseconds of its launches."""
+    found: dict[str, list[float]] = {}
+    for event in launches:
+        found.setdefault(f"{event['name']}|{event['args'].get('grid')}", []).append(event["dur"])
     return list(found.items())
+
+
+def overlap_of(launches: list[dict[str, Any]]) -> dict[str, float]:
+    return overlap(KernelSpan(e["name"], round(1000 * e["ts"]), round(1000 * e["dur"])) for e in launches)
 
 
 def watched(recorded: Path) -> None:
@@ -45,7 +55,9 @@ def watched(recorded: Path) -> None:
         elif state["launched"] == FIRST - 1 + COUNT:
             torch.cuda.synchronize()
             recorder.stop()
-            recorded.write_text(json.dumps(kernels_of(recorder, recorded.with_suffix(".trace"))))
+            launches = launches_of(recorder, recorded.with_suffix(".trace"))
+            recorded.write_text(json.dumps(kernels_of(launches)))
+            recorded.with_suffix(OVERLAP).write_text(json.dumps(overlap_of(launches)))
 
     LogHook.launched = launched  # type: ignore[method-assign]
 

@@ -16,6 +16,7 @@ from device_cases.slices import profiled_slice
 
 from erniekit.bench.profile import kind_of
 from erniekit.bench.workloads import ERNIE_21B
+from erniekit.models.released import ERNIE_03B
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA card")]
 
@@ -105,6 +106,24 @@ def test_ranks_of_a_sequence_run_the_kernels_of_one_rank(alone: Alone, keys: dic
     table = json.loads((tmp_path / "run" / "out" / "run.json").read_text())["kernels"]
     by = {row["operation"]: row["implementation"] for row in table}
     assert by["packed attention"] in ("flash4", "cudnn", "flash")
+
+
+# --- calls between ranks beside the computation
+
+DENSE = {**ERNIE_03B, "num_hidden_layers": 6, "vocab_size": 32768}
+BESIDE = 0.2  # of the shorter of the two: sockets are slower than the links of a machine with several cards
+
+
+@pytest.mark.parametrize("name", ["dp2", "fsdp2"])
+def test_gradients_and_weights_travel_while_kernels_compute(name: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    """Full fine-tuning: data-parallel ranks add up gradients from the last layers on, sharded ones fetch the weights of
+    layers to come."""
+    dense = dict(model_name_or_path=str(model_folder(tmp_path, "dense", DENSE)), fine_tuning="Full", compile=False)
+    run_ranks(tmp_path / "run", 2, **{**keys, **dense, **LAYOUTS[name]}, gradient_accumulation_steps=1)
+    for rank in range(2):
+        seen = json.loads((tmp_path / "run" / f"kernels-{rank}.overlap").read_text())
+        print(f"== {name}, rank {rank}: { {what: round(ms, 1) for what, ms in seen.items()} }")
+        assert seen["both_ms"] > BESIDE * min(seen["communication_ms"], seen["computation_ms"]), seen
 
 
 # --- kernel time, each rank alone on the card

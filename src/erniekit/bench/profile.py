@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ PAUSES = 8
 AHEAD = 2.0  # seconds of steps before the recorded ones
 MOST_AHEAD = 100  # steps: the recorder's buffers hold what they launch
 LONG = 1.0  # seconds: of a step that takes longer, one is enough
+COLLECTIVE = "nccl"  # in the name of its kernels
 NOT_A_KERNEL = ("Activity Buffer Request", "Command Buffer Full")  # the recorder's own doings, booked on the device
 
 
@@ -112,6 +113,21 @@ def idle(spans: list[KernelSpan], steps: int) -> dict[str, Any]:
             for (after, before), (ms, times) in longest
         ],
     }
+
+
+def overlap(spans: Iterable[KernelSpan]) -> dict[str, float]:
+    """Of one rank: milliseconds of its calls between ranks, of its other kernels, and of both at once."""
+    edges: list[tuple[int, int, int]] = []
+    for span in spans:
+        calls = int(COLLECTIVE in span.kernel.lower())
+        edges += [(span.start, calls, 1), (span.start + span.ns, calls, -1)]
+    running, found, last = [0, 0], [0, 0, 0], 0
+    for at, calls, change in sorted(edges):
+        for k, on in enumerate((running[1], running[0], running[0] and running[1])):
+            found[k] += at - last if on else 0
+        running[calls] += change
+        last = at
+    return dict(zip(("communication_ms", "computation_ms", "both_ms"), (ns / 1e6 for ns in found)))
 
 
 def operators_of(recorded: Any) -> dict[str, tuple[float, int]]:

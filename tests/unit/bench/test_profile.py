@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from erniekit.bench.profile import KernelSpan, idle, kind_of, lines, profile_steps, steps_for, summary
+from erniekit.bench.profile import KernelSpan, idle, kind_of, lines, overlap, profile_steps, steps_for, summary
 from erniekit.devices import pick
 
 
@@ -81,3 +81,17 @@ def test_pauses_are_those_in_which_no_kernel_runs_and_are_named_by_what_is_aroun
     assert found["pauses"][0] == {"after": "c", "before": "b", "ms": 5.5, "times": 1}
     assert found["pauses"][1] == {"after": "b", "before": "c", "ms": 1.5, "times": 1}
     assert "nothing runs for 7.00 ms" in "\n".join(lines("x", {**summary({"a": (1.0, 1)}), **found}))
+
+
+def test_calls_beside_the_computation_are_counted_once_however_many_kernels_run() -> None:
+    ms = 1_000_000
+    spans = [
+        KernelSpan("gemm", 0, 10 * ms),
+        KernelSpan("norm", 4 * ms, 2 * ms),  # beside the product, on another stream
+        KernelSpan("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 8 * ms, 6 * ms),
+        KernelSpan("ncclDevKernel_AllGather", 9 * ms, 1 * ms),
+        KernelSpan("update", 20 * ms, 3 * ms),
+    ]
+    found = overlap(reversed(spans))
+    assert found == {"communication_ms": 6.0, "computation_ms": 13.0, "both_ms": 2.0}
+    assert overlap([]) == {"communication_ms": 0.0, "computation_ms": 0.0, "both_ms": 0.0}
