@@ -184,6 +184,7 @@ def _serve(link: socket.socket) -> None:
                 sys.modules[spec.name] = modules[file]
                 spec.loader.exec_module(modules[file])
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+            dist.barrier()  # a rank that has its answer at once must not leave while others still connect to it
             function = modules[file]
             for part in name.split("."):
                 function = getattr(function, part)
