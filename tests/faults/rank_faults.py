@@ -242,8 +242,16 @@ def _in_numbers(faulty: Faulty) -> None:
             next(iter(grads.values())).view(-1)[0] = float("inf")
         return grads
 
+    def gradient_of(plain: Callable, optimizer: AdamW, name: str) -> torch.Tensor | None:
+        """Of data-parallel ranks, before it is added to the others'."""
+        grad = plain(optimizer, name)
+        if grad is not None and faulty.strike("gradient", faulty.step):
+            grad.view(-1)[0] = float("inf")
+        return grad
+
     around(stage, "causal_loss", loss)
     around(AdamW, "gradients", gradients)
+    around(AdamW, "gradient_of", gradient_of)
 
 
 def damage(param: torch.Tensor, how: str) -> None:
