@@ -79,7 +79,14 @@ CONFIG = DecoderConfig(
 LENGTH = 16
 
 
-def train(early: bool, dtype: str, micro_batches: int) -> tuple[list[float], list[int], int]:
+def idle_on_one(model: Any, batch: Any, *args: Any, **keys: Any) -> torch.Tensor:
+    """Rank 1 has a gradient for one parameter only, in the last bucket."""
+    if dist.get_rank() == 0:
+        return causal_loss(model, batch, *args, **keys)
+    return 0.0 * dict(model.named_parameters())["embed.weight"].sum()
+
+
+def train(early: bool, dtype: str, micro_batches: int, idle: bool = False) -> tuple[list[float], list[int], int]:
     """Losses of a few steps, how many buckets of each were sent inside backward, and of how many."""
     early_sums.BUCKET = 3000
     world, spec = World(Layout(dp=2), dist.get_rank()), MODELS.get("ernie4_5")
@@ -92,7 +99,8 @@ def train(early: bool, dtype: str, micro_batches: int) -> tuple[list[float], lis
         seed = torch.Generator().manual_seed(sum(map(ord, name)))
         piece.copy_(0.1 * torch.randn(piece.shape, generator=seed) + (1.0 if piece.dim() == 1 else 0.0))
 
-    engine = parallelise(model, sharding, world, pick("cpu"), compute, causal_loss, fill, one_document, SpreadOptions())
+    loss = idle_on_one if idle else causal_loss
+    engine = parallelise(model, sharding, world, pick("cpu"), compute, loss, fill, one_document, SpreadOptions())
     named = [(plain(n), p) for n, p in engine.model.named_parameters()]
     optimizer = AdamW(make_groups(named, CONFIG.num_layers, 0.1), (0.9, 0.95), 1e-6)
     step = TrainStep(engine, optimizer, Schedule("constant", 1e-3, 99))
@@ -126,3 +134,11 @@ def test_a_step_whose_sums_begin_inside_backward_has_the_losses_of_one_that_wait
     assert buckets > 3
     assert sent == [buckets] * 3, "backward ends with the last gradient"
     assert waited[0][1] == [0, 0, 0]
+
+
+def test_a_rank_that_lacks_gradients_sends_them_before_any_other_call(ranks: Ranks) -> None:
+    told = ranks.run(2, train, True, "float32", 1, True)
+    waited = ranks.run(2, train, False, "float32", 1, True)
+    assert told[0][0] == told[1][0] == waited[0][0]
+    assert told[0][1] == [told[0][2]] * 3
+    assert told[1][1] == [0] * 3, "its first bucket was complete only after the backward pass"

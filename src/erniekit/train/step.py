@@ -165,8 +165,10 @@ class TrainStep:
             engine.saw_loss = inside.saw_loss
         total = engine.forward_backward(batches, self._shares(batches, weight))
         self.phase("collective")
+        # Before any other call between ranks: one that lacked a gradient has some of these still to send.
+        done = frozenset() if self._early is None else self._early.finish()
         total = engine.sum_losses(total)
-        norm = self._norm() if inside is None else inside.end()
+        norm = self._norm(done) if inside is None else inside.end()
         numbers = torch.cat(
             (torch.stack((total, norm.to(total.device))).double(), engine.metric_means().to(total.device))
         )
@@ -192,11 +194,11 @@ class TrainStep:
 
         return Launched(numbers, good, read, clock)
 
-    def _norm(self) -> torch.Tensor:
-        """Of the whole model's gradient; where there are other ranks, after theirs were added."""
+    def _norm(self, done: frozenset[str]) -> torch.Tensor:
+        """Of the whole model's gradient; where there are other ranks, after theirs were added. done: gradients to which
+        they were added inside backward."""
         if self.engine.sync is None:
             return self.optimizer.gradient_norm()
-        done = frozenset() if self._early is None else self._early.finish()
         grads = self.optimizer.all_gradients()
         self.engine.sync.reduce(grads, done)
         return self.engine.sync.norm(grads)
