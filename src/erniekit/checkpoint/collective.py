@@ -6,7 +6,8 @@ for copies to host memory only, and for a save before it that is still being wri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +23,9 @@ from erniekit.checkpoint.parts import DTYPES
 from erniekit.checkpoint.shards import write_json
 from erniekit.checkpoint.wire import TIMEOUT
 from erniekit.checkpoint.writer import AsyncSaver
-from erniekit.errors import CheckpointError
+from erniekit.errors import CheckpointError, RankLost
 from erniekit.log import warn
+from erniekit.parallel import comm
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 Groups = Mapping[str, Mapping[str, torch.Tensor]]  # "weights" | "moments" | ... -> name -> tensor
 Write = Callable[[Path, "Mapping[str, Whole]"], None]
+CONFIRM_S = 2.0  # for the end of a process to show in another group
 
 
 class CollectiveSaves:
@@ -57,6 +60,7 @@ class CollectiveSaves:
         self._outcome: dict[str, Any] = {}  # of the last save, as this rank saw it
         self._fault: BaseException | None = None  # what was no failed save but an error of ours, or a Ctrl-C
         self._in_flight = False
+        self._closed: tuple[int, set[int]] = (0, set())  # the step of the last save, and who could not be reached
         self._needed_params = {n for n in sharding.names() if any(r == world.rank for r, _ in sharding.holders(n))}
 
     def save(
@@ -97,7 +101,7 @@ class CollectiveSaves:
                 self._outcome = self._serve(exchange)
             self._copy()
 
-        self._in_flight = True
+        self._in_flight, self._closed = True, (step, exchange.wire.closed)
         if self.manager.async_save and not final:
             self._thread.start(run)
             return None
@@ -131,6 +135,22 @@ class CollectiveSaves:
         others."""
         self._thread.wait()
         self._in_flight = False
+
+    def lost_rank(self) -> RankLost | None:
+        """Where ranks ended within the last save: the error that says so."""
+        step, closed = self._closed
+        ranks = self._ended(closed - {self.world.rank})
+        return RankLost(f"{named_ranks(ranks)} ended while checkpoint-{step} was being saved") if ranks else None
+
+    def _ended(self, closed: set[int]) -> list[int]:
+        """Those that cannot be reached in the training's group either, where nobody closes a connection and lives on.
+        The system closes all connections of a process one after the other."""
+        found: list[int] = []
+        until = time.monotonic() + CONFIRM_S
+        while closed and self.world.control is not None and not found and time.monotonic() < until:
+            found = comm.closed_to(self.world.control, closed)
+            time.sleep(0 if found else 0.05)
+        return found
 
     def published(self, step: int) -> bool:
         """Whether rank 0 has the checkpoint of this step on disk, with every file of its manifest."""
@@ -188,6 +208,8 @@ class CollectiveSaves:
     def _settle(self, final: bool) -> Path | None:
         """Rank 0's outcome counts, so that all ranks count the same misses and stop together."""
         self._in_flight = False
+        if lost := self.lost_rank():  # no collective ends any more
+            raise self._fault or lost
         outcome, fault = self.world.broadcast((self._outcome, self._fault is not None))
         if self._fault is not None:
             fault, self._fault = self._fault, None
@@ -241,6 +263,12 @@ class Whole(SavedTensors):
 
     def __len__(self) -> int:
         return len(self.mine)
+
+
+def named_ranks(ranks: Iterable[int]) -> str:
+    """`rank 1`, or `ranks 1, 2`."""
+    numbers = sorted(ranks)
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 def _key(group: str, name: str) -> str:
