@@ -6,7 +6,6 @@ for copies to host memory only, and for a save before it that is still being wri
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -25,7 +24,6 @@ from erniekit.checkpoint.wire import TIMEOUT
 from erniekit.checkpoint.writer import AsyncSaver
 from erniekit.errors import CheckpointError, RankLost
 from erniekit.log import warn
-from erniekit.parallel import comm
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
 
 Groups = Mapping[str, Mapping[str, torch.Tensor]]  # "weights" | "moments" | ... -> name -> tensor
 Write = Callable[[Path, "Mapping[str, Whole]"], None]
-CONFIRM_S = 2.0  # for the end of a process to show in another group
 
 
 class CollectiveSaves:
@@ -139,18 +136,8 @@ class CollectiveSaves:
     def lost_rank(self) -> RankLost | None:
         """Where ranks ended within the last save: the error that says so."""
         step, closed = self._closed
-        ranks = self._ended(closed - {self.world.rank})
+        ranks = self.world.ended(closed) if closed else []
         return RankLost(f"{named_ranks(ranks)} ended while checkpoint-{step} was being saved") if ranks else None
-
-    def _ended(self, closed: set[int]) -> list[int]:
-        """Those that cannot be reached in the training's group either, where nobody closes a connection and lives on.
-        The system closes all connections of a process one after the other."""
-        found: list[int] = []
-        until = time.monotonic() + CONFIRM_S
-        while closed and self.world.control is not None and not found and time.monotonic() < until:
-            found = comm.closed_to(self.world.control, closed)
-            time.sleep(0 if found else 0.05)
-        return found
 
     def published(self, step: int) -> bool:
         """Whether rank 0 has the checkpoint of this step on disk, with every file of its manifest."""

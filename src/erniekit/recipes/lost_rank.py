@@ -12,7 +12,6 @@ from erniekit.checkpoint.collective import CollectiveSaves, named_ranks
 from erniekit.checkpoint.manager import CheckpointManager
 from erniekit.errors import RankLost
 from erniekit.log import typed, without_secrets
-from erniekit.parallel import comm
 from erniekit.parallel.mesh import World
 from erniekit.train.watchdog import Watchdog
 
@@ -28,9 +27,9 @@ def told(manager: CheckpointManager, world: World, dog: Watchdog, command: Seque
     except RankLost as lost:
         raise _complete(lost.what, manager, command) from lost
     except RuntimeError as error:
-        if world.control is None or not _is_closed(error):
+        if world.size == 1 or not _is_closed(error):
             raise
-        ended = comm.closed_to(world.control)
+        ended = world.ended()
         who = named_ranks(ended) if ended else "another rank"
         raise _complete(f"{who} ended while {dog.doing}", manager, command) from error
 
@@ -54,5 +53,6 @@ def _complete(what: str, manager: CheckpointManager, command: Sequence[str]) -> 
     return RankLost(
         what,
         where=f"{manager.output_dir}: {standing}",
-        fix=f"see in the output of that rank why (killed: memory? dmesg), then {again}",
+        # Others leave because of it, and this rank may have noticed several.
+        fix=f"see why in the output of the rank that ended first (killed: memory? dmesg), then {again}",
     )
