@@ -48,6 +48,12 @@ class PlanError(ErnieKitError):
     """A layout that does not fit the model, the world or the memory."""
 
 
+class RankLost(ErnieKitError):
+    """Another rank of the run ended. Nobody's mistake in this one: its launcher may start all of them again."""
+
+    exit_code = 1
+
+
 class LaterError(ConfigError):
     """Known, documented, and not in this version: refused by name rather than half done."""
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from erniekit.checkpoint import writer
+from erniekit.checkpoint import rank_files, writer
 from erniekit.checkpoint.collective import CollectiveSaves
 from erniekit.checkpoint.gather import Exchange
 from erniekit.checkpoint.manager import CheckpointManager, step_of
@@ -98,7 +98,7 @@ def never_joins() -> None:
 
 
 class Disk(writer.FileOps):
-    """Every change of the disk that rank 0 makes for a checkpoint, counted within a save."""
+    """Every change of the disk that this rank makes for a checkpoint, counted within a save."""
 
     CALLS = ("mkdir", "create", "write", "sync", "rename", "unlink", "rmdir")
 
@@ -126,7 +126,9 @@ def around(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
     setattr(owner, name, lambda *args, **keys: wrapper(plain, *args, **keys))
 
 
-def install(rank: int, faults: Sequence[dict[str, Any]], journal: Path) -> None:
+def install(rank: int, faults: Sequence[dict[str, Any]], journal: Path, two_files: bool = False) -> None:
+    if two_files:
+        rank_files.TWO_FROM = 1
     mine = [fault for each in faults if (fault := Fault(**each)).rank == rank]
     faulty = Faulty(mine, Journal(journal))
     _in_the_loop(faulty)
@@ -201,6 +203,7 @@ def _in_a_save(faulty: Faulty) -> None:
     def save(plain: Callable, saves: CollectiveSaves, step: int, *rest: Any, **keys: Any) -> Any:
         saves.wait()  # as it does itself: the one before must be settled under its own number
         faulty.saving, faulty.answers = step, 0
+        disk.step, disk.calls = step, 0
         return plain(saves, step, *rest, **keys)
 
     def settle(plain: Callable, saves: CollectiveSaves, *rest: Any, **keys: Any) -> Any:

@@ -24,6 +24,7 @@ ROWS = {  # reliability rows and what a passing one promises
     "K2": "kill -9 at every system call of a save",
     "K3": "kill -9 of one rank of two, of both, of the launcher",
     "K4": "the background writer fails",
+    "K5": "kill -9 of one rank within a save of two files a rank: what the others say",
     "T1": "SIGTERM at a random step",
     "T2": "SIGTERM to one rank of two; twice",
     "T3": "SIGTERM during an evaluation",

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from erniekit.checkpoint.manager import CheckpointManager
 from faults.rank_runs import (
     ASYNC,
     EVERY,
@@ -129,6 +130,25 @@ def test_the_launcher_starts_killed_ranks_again_and_they_resume(server: RankServ
         judge(row, dp, server.folder / "k3-launcher", [ended], finished=True)
         assert row.hits == 1, ended.story()
         assert "restart 1 of 1" in ended.said(0)
+
+
+def test_a_launcher_that_may_not_restart_says_which_checkpoint_the_same_command_resumes_from(
+    server: RankServer,
+) -> None:
+    words = dict(launcher=True, nproc_per_node=2, max_restarts=0, max_steps=2000)
+    with fault("K3", "kill -9 of one rank under `erniekit train nproc_per_node=2 max_restarts=0`") as row:
+        started = server.start("k3-no-restart", ranks=1, **words)
+        ranks = ranks_of_launcher(started.pids[0], server.folder / "k3-no-restart" / "checkpoint-4")
+        row.count = 1
+        os.kill(ranks[1], signal.SIGKILL)
+        ended = started.wait()
+        row.hits = ended.said(0).count("error: rank 1 was ended by SIGKILL")
+        assert row.hits == 1, ended.story()
+        whole = CheckpointManager(server.folder / "k3-no-restart").latest_good()
+        assert whole is not None
+        assert f"fix:   run the same command; it resumes from {whole.name}\n" in ended.said(0), ended.story()
+        assert ended.codes == [128 + signal.SIGKILL], ended.story()
+        assert "Traceback" not in ended.said(0)
 
 
 @pytest.mark.full

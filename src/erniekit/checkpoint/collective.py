@@ -6,7 +6,7 @@ for copies to host memory only, and for a save before it that is still being wri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from erniekit.checkpoint.parts import DTYPES
 from erniekit.checkpoint.shards import write_json
 from erniekit.checkpoint.wire import TIMEOUT
 from erniekit.checkpoint.writer import AsyncSaver
-from erniekit.errors import CheckpointError
+from erniekit.errors import CheckpointError, RankLost
 from erniekit.log import warn
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class CollectiveSaves:
         self._outcome: dict[str, Any] = {}  # of the last save, as this rank saw it
         self._fault: BaseException | None = None  # what was no failed save but an error of ours, or a Ctrl-C
         self._in_flight = False
+        self._closed: tuple[int, set[int]] = (0, set())  # the step of the last save, and who could not be reached
         self._needed_params = {n for n in sharding.names() if any(r == world.rank for r, _ in sharding.holders(n))}
 
     def save(
@@ -97,7 +98,7 @@ class CollectiveSaves:
                 self._outcome = self._serve(exchange)
             self._copy()
 
-        self._in_flight = True
+        self._in_flight, self._closed = True, (step, exchange.wire.closed)
         if self.manager.async_save and not final:
             self._thread.start(run)
             return None
@@ -131,6 +132,12 @@ class CollectiveSaves:
         others."""
         self._thread.wait()
         self._in_flight = False
+
+    def lost_rank(self) -> RankLost | None:
+        """Where ranks ended within the last save: the error that says so."""
+        step, closed = self._closed
+        ranks = self.world.ended(closed) if closed else []
+        return RankLost(f"{named_ranks(ranks)} ended while checkpoint-{step} was being saved") if ranks else None
 
     def published(self, step: int) -> bool:
         """Whether rank 0 has the checkpoint of this step on disk, with every file of its manifest."""
@@ -188,6 +195,8 @@ class CollectiveSaves:
     def _settle(self, final: bool) -> Path | None:
         """Rank 0's outcome counts, so that all ranks count the same misses and stop together."""
         self._in_flight = False
+        if lost := self.lost_rank():  # no collective ends any more
+            raise self._fault or lost
         outcome, fault = self.world.broadcast((self._outcome, self._fault is not None))
         if self._fault is not None:
             fault, self._fault = self._fault, None
@@ -241,6 +250,12 @@ class Whole(SavedTensors):
 
     def __len__(self) -> int:
         return len(self.mine)
+
+
+def named_ranks(ranks: Iterable[int]) -> str:
+    """`rank 1`, or `ranks 1, 2`."""
+    numbers = sorted(ranks)
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 def _key(group: str, name: str) -> str:

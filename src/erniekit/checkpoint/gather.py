@@ -228,11 +228,11 @@ class Exchange:
         )  # fmt: skip
 
     def end(self, outcome: Mapping[str, Any]) -> None:
-        """Sends the outcome to every rank that can be reached. With a `what` it is an error to them."""
+        """Sends the outcome to every rank that can be reached, and who cannot. With a `what` it is an error to them."""
         for rank in self._others:
             if rank not in self.wire.lost:
                 try:
-                    self.wire.send_json(rank, outcome, _END)
+                    self.wire.send_json(rank, {**outcome, "closed": sorted(self.wire.closed)}, _END)
                 except CheckpointError:  # its process has ended or is ending, and needs no message
                     continue
 
@@ -253,6 +253,7 @@ class Exchange:
                     reply = self._done(command, outcome)
                 self.wire.send_json(self.writer, reply)
                 continue
+            self.wire.closed.update(outcome.pop("closed"))
             if "what" in outcome:
                 raise CheckpointError(**outcome)
             return outcome

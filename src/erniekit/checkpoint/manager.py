@@ -3,6 +3,7 @@ Used by recipes/ and collective.py (`save`, `check`, `latest_good`); folders are
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Sequence
@@ -203,6 +204,21 @@ class CheckpointManager:
                 "step; a checkpoint-N.corrupt-1 that was renamed for a fault of the disk may be named checkpoint-N "
                 "again, and is checked once more",
             )
+        return None
+
+    def newest_whole(self, before: int | None = None) -> Path | None:
+        """The newest checkpoint with every file of its manifest, by size: for an error's advice, nothing is hashed or
+        renamed. before: a step; later ones do not count."""
+        try:
+            paths = self.list()
+        except CheckpointError:
+            return None
+        for path in reversed(paths):
+            if before is not None and (step_of(path) or 0) >= before:
+                continue
+            with contextlib.suppress(CheckpointError):
+                manifest.check(path, "size")
+                return path
         return None
 
     def _publish(self, step: int, write: Write, info: dict[str, Any], expected_bytes: int) -> None:

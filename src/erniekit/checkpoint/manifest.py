@@ -175,13 +175,21 @@ def load(folder: Path) -> Manifest:
         raise Damaged(f"{MANIFEST} {error}", where=str(path)) from None
 
 
-def check(folder: Path, depth: Depth = "full", content_of: Callable[[str], bool] = lambda name: True) -> Manifest:
+def check(
+    folder: Path,
+    depth: Depth = "full",
+    content_of: Callable[[str], bool] = lambda name: True,
+    only: Callable[[str], bool] = lambda name: True,
+) -> Manifest:
     """Compare every file with the manifest; `Damaged` names the first that differs. Sizes go first.
 
-    content_of: the files, by name, whose bytes matter to the caller; of the others only the size is compared.
+    content_of: the files, by name, whose bytes matter to the caller; of the others only the size is compared. only: the
+    files that matter at all.
     """
     manifest = load(folder)
     for name, record in manifest.files.items():
+        if not only(name):
+            continue
         path = folder / name
         found = kind_of(path, follow=False)
         if found is None:
@@ -192,7 +200,7 @@ def check(folder: Path, depth: Depth = "full", content_of: Callable[[str], bool]
             raise Damaged(f"{name} has {found.st_size} bytes, {record.size} were saved", where=str(path))
     if depth != "size":
         for name, record in manifest.files.items():
-            if content_of(name):
+            if only(name) and content_of(name):
                 _check_content(folder / name, name, record, depth)
     return manifest
 

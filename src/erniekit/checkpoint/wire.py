@@ -27,6 +27,7 @@ class Wire:
         """tag: of messages that others between the same ranks must not be taken for."""
         self.group, self.timeout, self.tag = group, timeout, tag
         self.lost: set[int] = set()  # ranks that failed to reply once; gloo closes the connection then
+        self.closed: set[int] = set()  # those of them that closed it: ended, or tired of waiting for this one
 
     def send(self, rank: int, data: torch.Tensor) -> None:
         if data.numel():
@@ -76,8 +77,11 @@ class Wire:
                 raise RuntimeError("the connection was lost before")
             yield
         except RuntimeError as error:
+            silent = "Timed out" in str(error)
+            if not silent and rank not in self.lost:
+                self.closed.add(rank)
             self.lost.add(rank)
-            reason = f"did not answer within {self.timeout:g} s" if "Timed out" in str(error) else "is gone"
+            reason = f"did not answer within {self.timeout:g} s" if silent else "is gone"
             raise CheckpointError(
                 f"rank {rank} {reason}",
                 where=str(error).splitlines()[0],

@@ -297,7 +297,9 @@ def not_written(path: Path, error: Exception) -> CheckpointError:
     else:  # safetensors names the cause in its text only
         found = re.search(r"\(os error (\d+)\)", str(error))
         code, reason = int(found[1]) if found else None, str(error)
-    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if code == errno.EFBIG:
+        fix = "raise the limit on a file's size (ulimit -f), or choose an output_dir whose disk has none as small"
+    elif code in (errno.ENOSPC, errno.EDQUOT):
         fix = "free space on that disk; nothing that was saved before has been touched"
     elif code in (errno.EACCES, errno.EPERM, errno.EROFS):
         fix = "make the folder writable, or choose another output_dir"

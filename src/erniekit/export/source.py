@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from erniekit.checkpoint import manifest
+from erniekit.checkpoint.final_model import model_files
 from erniekit.checkpoint.manager import step_of
 from erniekit.checkpoint.manifest import Damaged, has_manifest, unreadable
 from erniekit.errors import CheckpointError
 from erniekit.files.listed import Listed
-from erniekit.log import warn
+from erniekit.log import warn, warn_once
 from erniekit.lora.adapter_files import is_adapter
 
 
@@ -38,10 +39,14 @@ def find_source(output_dir: Path) -> ExportSource | None:
                 manifest.check(path, "sample")
         except Damaged as error:
             damaged.append(path)
-            warn(f"{path.name} is damaged and passed over: {error.what}")
+            warn_once(f"{path} is damaged and passed over: {error.what}")
             continue
         found = _weights_in(path)
         if found is not None:
+            return found
+    for path in damaged:  # there is no better one, and what is trained on from is not needed here
+        if _model_is_whole(path) and (found := _weights_in(path)) is not None:
+            warn_once(f"{path} is taken all the same: the files of its model are whole, its optimiser's are not needed")
             return found
     if damaged:
         raise CheckpointError(
@@ -50,6 +55,15 @@ def find_source(output_dir: Path) -> ExportSource | None:
             fix="train again, or restore one of them from a copy",
         )
     return None
+
+
+def _model_is_whole(checkpoint: Path) -> bool:
+    try:
+        names = model_files(manifest.load(checkpoint))
+        manifest.check(checkpoint, "full", only=names.__contains__)
+    except Damaged:
+        return False
+    return True
 
 
 def is_unfinished(output_dir: Path) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from erniekit.errors import ErnieKitError, Preempted
+from erniekit.errors import ErnieKitError, Preempted, RankLost
 
 USER, PREEMPTED, CRASH = "user", "preempted", "crash"
 LAUNCHED = "ERNIEKIT_LAUNCHER"  # set for a rank to the process id of the launcher, which shows the rank's error
@@ -99,7 +99,7 @@ def first(failures: Iterable[Failure]) -> Failure:
 def _kind(error: BaseException, code: int) -> str:
     if isinstance(error, Preempted):
         return PREEMPTED
-    return USER if isinstance(error, ErnieKitError) else CRASH
+    return USER if isinstance(error, ErnieKitError) and not isinstance(error, RankLost) else CRASH
 
 
 def _lines(error: BaseException) -> tuple[str, ...]:
@@ -115,6 +115,8 @@ def _lines(error: BaseException) -> tuple[str, ...]:
 def _peer(error: BaseException) -> bool:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and isinstance(error, getattr(distributed, "DistError", ())):
+        return True
+    if isinstance(error, RankLost):
         return True
     return isinstance(error, (RuntimeError, OSError)) and any(text in str(error) for text in _PEER_TEXTS)
 

@@ -6,7 +6,7 @@ so that a rehearsal sees each call with the line that made it. Places count insi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+_PROBE = 9_999  # the tag of a message that nobody sends
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -100,6 +101,18 @@ def irecv(x: torch.Tensor, place: int, group: ProcessGroup | None = None, tag: i
     work = dist.irecv(x, _global(place, group), group=group, tag=tag)
     assert work is not None
     return work
+
+
+def closed_to(group: ProcessGroup, places: Iterable[int] | None = None) -> list[int]:
+    """Those of these places of a gloo group (None: of all) whose connection is closed. None is waited for."""
+    closed = []
+    for place in range(size_of(group)) if places is None else places:
+        try:
+            if place != rank_in(group):
+                irecv(torch.zeros(1), place, group, _PROBE)
+        except RuntimeError:  # at once, where the connection is closed
+            closed.append(place)
+    return closed
 
 
 def _global(place: int, group: ProcessGroup | None) -> int:

@@ -6,7 +6,8 @@ so that tensor-parallel ranks are neighbours (one node) and pipeline stages may 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import time
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
@@ -33,6 +34,7 @@ CONFIG_KEYS = {
 # Of groups for decisions on the host, where ranks may wait for one that reads or copies a large checkpoint. A process
 # that dies closes its connections at once, one that hangs is its watchdog's to end, a lost machine the launcher's.
 HOST_TIMEOUT = timedelta(days=1)
+ENDED_S = 2.0  # for the end of a process to show in every group: the system closes its connections one by one
 EXPERT_AXES = {"none": (), "tp": ("tp",), "data": ("dp", "fsdp", "cp"), "world": ("dp", "fsdp", "cp", "tp")}
 
 
@@ -302,6 +304,18 @@ class World:
         return key
 
     # --- host decisions ---
+
+    def ended(self, ranks: Iterable[int] | None = None) -> list[int]:
+        """Those of these ranks (None: of all others) whose process is no more, once a connection of theirs was found
+        closed. In this group nobody closes one and lives on."""
+        if self.control is None:
+            return []
+        from erniekit.parallel import comm
+
+        until, found = time.monotonic() + ENDED_S, list[int]()
+        while not (found := comm.closed_to(self.control, ranks)) and time.monotonic() < until:
+            time.sleep(0.05)
+        return found
 
     def max(self, value: float) -> float:
         if self.control is None:

@@ -12,7 +12,8 @@ from typing import Any
 
 from erniekit.checkpoint import state as states
 from erniekit.checkpoint.identity import model_identity
-from erniekit.checkpoint.manager import CheckpointManager
+from erniekit.checkpoint.manager import CheckpointManager, step_of
+from erniekit.checkpoint.manifest import Damaged
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.checkpoint.nodes import agree_on_checkpoint, nodes_without, together
 from erniekit.checkpoint.state import TrainState
@@ -69,12 +70,22 @@ def find(cfg: RunConfig, manager: CheckpointManager, world: World, disks: Disks,
             raise CheckpointError(
                 f"no such checkpoint: {named}", where="resume_from_checkpoint", fix="check the path, or leave it out"
             )
-        manager.verify(path)
+        try:
+            manager.verify(path)
+        except Damaged as error:
+            raise Damaged(error.what, where=error.where, fix=_instead_of(path)) from error
         return path
 
     point = same_everywhere(here, world, disks)
     on_every_disk(lambda: manager.refuse_foreign(point), world, disks)
     return point
+
+
+def _instead_of(damaged: Path) -> str:
+    older = CheckpointManager(damaged.parent).newest_whole(before=step_of(damaged))
+    if older is None or older == damaged:
+        return "put a good copy of it back, or resume from another checkpoint"
+    return f"put a good copy of it back, or resume from the one before: resume_from_checkpoint={older}"
 
 
 def begin(saver: Saver, point: Path | None, disks: Disks) -> None:

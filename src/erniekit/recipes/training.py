@@ -31,7 +31,17 @@ from erniekit.models.costs import adapters_met_of
 from erniekit.optim.adamw import AdamW
 from erniekit.parallel.gradients import local
 from erniekit.parallel.world import device_here, leave
-from erniekit.recipes import doctor, expert_layers, finish, fp8_training, plan_check, resume, run_summary, same_run
+from erniekit.recipes import (
+    doctor,
+    expert_layers,
+    finish,
+    fp8_training,
+    lost_rank,
+    plan_check,
+    resume,
+    run_summary,
+    same_run,
+)
 from erniekit.recipes.build import base_identity, build
 from erniekit.recipes.built import Built
 from erniekit.recipes.datasets import TrainData, with_data
@@ -108,7 +118,15 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
     manager = checkpoints(cfg, output)
     held = manager if world.is_main else nullcontext()  # one rank holds the folder, the others only look
     dog = Watchdog(output, world.rank, cfg.train.hang_soft_s, cfg.train.hang_hard_s)
-    with held, Signals() as signals, trackers_for(cfg, output, record, session) as trackers, dog, ExitStack() as ends:
+    tell = lost_rank.told(manager, world, dog, command)
+    with (
+        held,
+        Signals() as signals,
+        trackers_for(cfg, output, record, session) as trackers,
+        dog,
+        tell,
+        ExitStack() as ends,
+    ):
         dog.phase("prepare")
         signals.preparing = True
         parts.end("plan")
@@ -170,8 +188,9 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
         resume.begin(saver, point, disks)
         try:
             trainer.fit()
-        except BaseException:
+        except BaseException as error:
             saver.saves.abandon()  # a save in the background ends before the folder is unlocked
+            lost_rank.blame_save(error, saver.saves)
             raise
         if report_read_rows(data, output):
             record.describe(data=run_summary.data_facts(data))

@@ -128,6 +128,18 @@ class Watchdog(Hook):
     def on_end(self, trainer: Trainer) -> None:
         self.phase("end")
 
+    @property
+    def doing(self) -> str:
+        """What the loop is at, in words that follow "while"."""
+        done = self._step - 1
+        if self._phase == "save":
+            return f"checkpoint-{done} was being saved"
+        if self._phase == "prepare" or (self._phase in LONG and not self._steps):
+            return "the run was being prepared"
+        if self._phase in ("eval", "end", "restore"):
+            return f"the run was at step {done} ({self._phase})"
+        return f"step {self._step} was under way"
+
     # Starting and stopping.
 
     def __enter__(self) -> Watchdog:

@@ -49,6 +49,18 @@ def test_rotation_keeps_the_newest_the_best_and_every_hundredth(tmp_path):
     assert not [name for name in names(tmp_path) if name.startswith(".")]
 
 
+def test_advice_names_the_newest_with_every_file_and_renames_nothing(tmp_path):
+    with CheckpointManager(tmp_path, keep_last=None) as manager:
+        assert manager.newest_whole() is None
+        for step in (2, 4, 6):
+            manager.save(step, weights(step))
+        (tmp_path / "checkpoint-6" / "model.txt").unlink()
+        assert manager.newest_whole() == tmp_path / "checkpoint-4"
+        assert manager.newest_whole(before=4) == tmp_path / "checkpoint-2"
+        assert manager.newest_whole(before=2) is None
+        assert names(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+
+
 def test_no_limit_keeps_all_and_a_limit_of_one_keeps_two(tmp_path, capsys):
     with CheckpointManager(tmp_path / "a", keep_last=None) as manager:
         for step in range(1, 6):

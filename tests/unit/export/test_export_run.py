@@ -79,6 +79,22 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(
     assert "checkpoint-10 is damaged" in capsys.readouterr().err
 
 
+def test_where_no_checkpoint_is_whole_one_whose_model_is_gets_exported(
+    run: Path, base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (5, 10):
+        (run / f"checkpoint-{step}" / "optimizer-rank-00000-of-00001.safetensors").unlink()
+    export_command([f"output_dir={run}", f"model_name_or_path={base}"])
+    torch.testing.assert_close(logits(run / "export"), logits(base, run / "checkpoint-10"), atol=1e-4, rtol=0)
+    said = capsys.readouterr().err
+    assert said.count("checkpoint-10 is damaged and passed over: optimizer-rank-00000-of-00001.safetensors is") == 1
+    assert "checkpoint-10 is taken all the same: the files of its model are whole" in said
+    for step in (5, 10):
+        (run / f"checkpoint-{step}" / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"every checkpoint in this folder is damaged \(2 found\)"):
+        export_command([f"output_dir={run}", f"model_name_or_path={base}"])
+
+
 def test_an_empty_output_dir_is_an_error_with_the_key_to_set(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="neither an adapter nor a model") as error:
         export_command([f"output_dir={tmp_path}"])

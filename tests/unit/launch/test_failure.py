@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from erniekit.cli import main as cli
-from erniekit.errors import DataError, Preempted
+from erniekit.errors import DataError, Preempted, RankLost
 from erniekit.launch.failure import CRASH, LAUNCHED, PREEMPTED, USER, Failure, first, read, record
 
 
@@ -87,6 +87,15 @@ def test_losing_a_peer_is_told_from_a_fault_of_ones_own(word: Path, tmp_path: Pa
     ):
         record(error, 1)
         assert read(1, 1, word, tmp_path / "log").peer is peer, error
+
+
+def test_a_rank_that_names_a_lost_peer_keeps_its_lines_and_all_are_started_again(word: Path, tmp_path: Path) -> None:
+    record(RankLost("rank 0 ended", where="out: checkpoint-2", fix="resume"), RankLost.exit_code)
+    found = read(1, 1, word, tmp_path / "log")
+    assert found.lines[:3] == ("error: rank 0 ended", "where: out: checkpoint-2", "fix:   resume")
+    assert (found.kind, found.peer, found.restartable, found.exit_code) == (CRASH, True, True, 1)
+    killed = Failure(0, -9, CRASH, ("error: rank 0 was ended by SIGKILL",))
+    assert first([found, killed]) is killed
 
 
 def test_failures_travel_between_machines() -> None:

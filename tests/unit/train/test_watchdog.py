@@ -194,3 +194,23 @@ def test_a_beat_caught_in_the_middle_is_the_one_before_and_no_silence(
     assert silence == 0
     beats._map[:128] = whole
     assert beats.read().step == 3
+
+
+def test_what_the_loop_is_at_is_told_in_words(tmp_path: Path) -> None:
+    dog = Watchdog(tmp_path)
+    told = []
+    for phase in ("prepare", "start", "data"):
+        dog.phase(phase)
+        told.append(dog.doing)
+    dog.beat(1)
+    for phase in ("save", "eval", "collective"):
+        dog.phase(phase)
+        told.append(dog.doing)
+    assert told == [
+        "the run was being prepared",
+        "the run was being prepared",
+        "step 1 was under way",
+        "checkpoint-1 was being saved",
+        "the run was at step 1 (eval)",
+        "step 2 was under way",
+    ]
