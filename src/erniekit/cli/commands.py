@@ -90,6 +90,8 @@ COMMANDS: dict[str, Command] = {
             "  --ranks N          number of ranks; default: the product of the recipe's degrees",
             "  --every-rank       check every rank; default: one of each kind",
             "  --micro-batches N  micro-batches per step; default: enough to cover the whole schedule",
+            "  --timeline FILE    a step as an SVG picture (- prints it): what ranks compute, transfer and wait for",
+            "  --cluster 8xH200   the devices of the timeline; default: H200, eight in a machine",
             "  --rank R           run this rank's slice at full size on this device and compare it with the plan",
             "  --shrunken N       the recipe made small, trained for two steps by up to N real processes on this CPU",
             "  --json             for programs",

@@ -1,4 +1,5 @@
-"""`erniekit plan ... --timeline FILE`: the best pipeline's step as a picture. Called by plan_command.py."""
+"""`erniekit plan ... --timeline FILE`: the best pipeline's step as a picture. Called by plan_command.py; where a
+picture may go is decided here for `erniekit rehearse` too (rehearsed_timeline.py)."""
 
 from __future__ import annotations
 
@@ -9,12 +10,14 @@ from typing import TYPE_CHECKING
 from erniekit.errors import ConfigError
 from erniekit.log import emit
 from erniekit.parallel.pipeline_timeline import SVG_MARK, as_svg, as_text
+from erniekit.rehearse import timeline_picture
 
 if TYPE_CHECKING:
     from erniekit.planner.evaluate import Candidate
 
 SHOWN = 4  # micro-batches for each rank: further ones look the same
 TERMINAL = "-"
+OURS = (SVG_MARK, timeline_picture.SVG_MARK)
 
 
 def timeline_target(text: str | None) -> str | Path | None:
@@ -35,7 +38,14 @@ def timeline_target(text: str | None) -> str | Path | None:
 
 def _is_ours(target: Path) -> bool:
     with target.open(encoding="utf-8", errors="replace") as lines:
-        return any(line.strip() == SVG_MARK for line in (lines.readline(), lines.readline()))
+        return any(line.strip() in OURS for line in (lines.readline(), lines.readline()))
+
+
+def write_picture(target: Path, picture: str) -> None:
+    """Whole or not at all."""
+    made = target.with_name(f".{target.name}.{os.getpid()}")
+    made.write_text(picture, encoding="utf-8")
+    os.replace(made, target)
 
 
 def draw(target: str | Path, ranked: list[Candidate], schedule: str, quiet: bool) -> str | None:
@@ -52,9 +62,7 @@ def draw(target: str | Path, ranked: list[Candidate], schedule: str, quiet: bool
     timeline = replay(schedule, layout.pp, layout.virtual_stages, shown, one.times)
     about = f"{layout.describe()}, {shown} of {one.micro_batches} micro-batches"
     if isinstance(target, Path):
-        made = target.with_name(f".{target.name}.{os.getpid()}")
-        made.write_text(as_svg(timeline), encoding="utf-8")
-        os.replace(made, target)
+        write_picture(target, as_svg(timeline))
     if not quiet:
         emit(f"timeline {about}{f': {target}' if isinstance(target, Path) else ''}")
         for line in as_text(timeline):

@@ -56,6 +56,7 @@ class Rehearsal:
     folder: Path  # with the model's config.json
     layout: Layout
     micro_batches: int
+    timed: bool = False  # what is computed between calls is counted as well
 
 
 def prepare(cfg: RunConfig, layout: Layout, folder: Path, micro_batches: int = 0) -> Rehearsal:
@@ -126,8 +127,16 @@ def recorded(rehearsal: Rehearsal, rank: int) -> Trace:
     """All calls of a rank from its first group to the end of one step, at full size, without memory."""
     from erniekit.rehearse.shapes import shapes_only
 
-    with opened(rank, rehearsal.layout.size) as trace, shapes_only():
-        one_step(built_for(rehearsal, rank, no_card()), rehearsal.micro_batches)
+    if not rehearsal.timed:
+        with opened(rank, rehearsal.layout.size) as trace, shapes_only():
+            one_step(built_for(rehearsal, rank, no_card()), rehearsal.micro_batches)
+        return trace
+    from erniekit.rehearse.counting import step_counted, streams_seen
+
+    with opened(rank, rehearsal.layout.size) as trace, shapes_only(), streams_seen(trace):
+        ready = built_for(rehearsal, rank, no_card())
+        with step_counted(trace):
+            one_step(ready, rehearsal.micro_batches)
     return trace
 
 

@@ -8,17 +8,20 @@ import math
 import re
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from erniekit.config import RunConfig, load
 from erniekit.errors import ConfigError, PlanError
 from erniekit.log import emit
+from erniekit.recipes import rehearsed_timeline
 
 if TYPE_CHECKING:
     from erniekit.devices.base import Device
     from erniekit.parallel.mesh import Layout
     from erniekit.recipes.rehearsal import Rehearsal
+    from erniekit.recipes.rehearsed_timeline import Wanted
 
 # A rank takes some microseconds, and a micro-batch some milliseconds: more is a mistyped number.
 MOST = {"--ranks": 100_000, "--micro-batches": 10_000}
@@ -28,13 +31,19 @@ FLAGS = ("--every-rank", "--json")
 
 def rehearse_command(args: list[str]) -> int:
     began = time.perf_counter()
+    args, timeline = rehearsed_timeline.options(args)
     arguments, numbers, flags = _options(args)
+    if timeline is not None and (other := sorted({"--rank", "--shrunken"} & numbers.keys())):
+        why = f"--timeline shows all ranks at full size, and {other[0]} does not run them"
+        raise ConfigError(why, where="erniekit rehearse", fix=f"leave one of --timeline and {other[0]} out")
     cfg = load(arguments, "train")
     if "--shrunken" in numbers:
         from erniekit.recipes.shrunken import train_shrunken
 
         return train_shrunken(cfg, arguments, numbers["--shrunken"])
     layout = layout_on(cfg, numbers.get("--ranks"))
+    if timeline is not None:
+        rehearsed_timeline.placed(timeline, layout.size)  # a cluster that is too small is refused at once
     quiet = "--json" in flags
     if not quiet:
         what = ", ".join(cfg.files) or cfg.model.model_name_or_path
@@ -46,7 +55,7 @@ def rehearse_command(args: list[str]) -> int:
         if "--rank" in numbers:
             result = _one_rank(job, numbers["--rank"], quiet)
         else:
-            result = _all_ranks(job, "--every-rank" in flags, quiet)
+            result = _all_ranks(job, "--every-rank" in flags, quiet, timeline)
     result["seconds"] = time.perf_counter() - began
     if quiet:
         print(json.dumps(result, indent=1))
@@ -69,7 +78,7 @@ def layout_on(cfg: RunConfig, ranks: int | None) -> Layout:
     return fit(ranks, layout_of(cfg.parallel, ranks, cfg.moe.moe_group))
 
 
-def _all_ranks(job: Rehearsal, every: bool, quiet: bool) -> dict[str, Any]:
+def _all_ranks(job: Rehearsal, every: bool, quiet: bool, timeline: Wanted | None = None) -> dict[str, Any]:
     from erniekit.recipes.rehearsal import shapes_of
     from erniekit.recipes.rehearsed_ranks import record_all
     from erniekit.rehearse.blocking import deadlock
@@ -82,8 +91,10 @@ def _all_ranks(job: Rehearsal, every: bool, quiet: bool) -> dict[str, Any]:
     if not quiet:
         of = max(1, job.config.train.gradient_accumulation_steps)
         emit(f"kinds    {len(alike)} among {layout.size} ranks; {job.micro_batches} of {of} micro-batches")
+    job = replace(job, timed=timeline is not None)
     recorded, findings = record_all(job, [group[0] for group in alike], quiet)
     calls = messages = groups = 0
+    more: dict[str, Any] = {}
     if not findings:
         traces = everyone(layout, recorded, alike)
         findings = compare(traces)
@@ -99,6 +110,8 @@ def _all_ranks(job: Rehearsal, every: bool, quiet: bool) -> dict[str, Any]:
                 emit(f"{'fault' if k == 0 else '':<9}{line}")
         if not findings:
             emit("result   all ranks' calls match, and none waits for ever")
+    if timeline is not None and not findings:
+        more["timeline"] = rehearsed_timeline.show(timeline, traces, alike, quiet)
     return {
         "ranks": layout.size,
         "layout": layout.describe(),
@@ -107,6 +120,7 @@ def _all_ranks(job: Rehearsal, every: bool, quiet: bool) -> dict[str, Any]:
         "collectives": calls,
         "messages": messages,
         "findings": [{"ranks": list(f.ranks), "what": f.what, "calls": list(f.lines)} for f in findings],
+        **more,
     }
 
 

@@ -6,10 +6,9 @@ group's next one, a message when its receiver has called recv (no buffer is assu
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 
-from erniekit.rehearse.calls import P2P, Call, Trace
+from erniekit.rehearse.calls import P2P, Trace, together
 from erniekit.rehearse.compare import Mismatch
 
 SHOWN = 8  # waiting ranks that are listed one by one
@@ -22,20 +21,7 @@ class _World:
     def __init__(self, traces: Mapping[int, Trace]) -> None:
         self.traces = traces
         self.at = dict.fromkeys(traces, 0)  # the next event of each rank
-        numbers: dict[object, int] = {}
-        self.joint: dict[int, list[int]] = {}  # of each call of a rank: the number it shares with its partners'
-        self.needed: list[int] = []  # of each number: how many ranks take part
-        for rank, trace in traces.items():
-            counts: dict[object, int] = defaultdict(int)
-            own = self.joint[rank] = []
-            for call in trace.calls:
-                key = _key(rank, call)
-                counts[call.op if call.op in P2P else "", key] += 1
-                together = key, counts[call.op if call.op in P2P else "", key]
-                if together not in numbers:
-                    numbers[together] = len(self.needed)
-                    self.needed.append(2 if call.op in P2P else len(call.group.members))
-                own.append(numbers[together])
+        self.joint, self.needed = together(traces)
         self.started = [0] * len(self.needed)
 
     def missing(self, rank: int, number: int) -> list[int]:
@@ -59,14 +45,6 @@ class _World:
                 break
             self.at[rank] = at + 1
         return self.at[rank] > first
-
-
-def _key(rank: int, call: Call) -> object:
-    """Equal for the calls of all ranks that belong together, but for how many there were before."""
-    if call.op in P2P:
-        ends = (rank, call.peer) if call.op == "send" else (call.peer, rank)
-        return call.group, ends, call.tag
-    return call.group
 
 
 def deadlock(traces: Mapping[int, Trace]) -> Mismatch | None:

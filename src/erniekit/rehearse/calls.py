@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+
+from erniekit.rehearse.moments import Moments
 
 P2P = ("send", "recv")
 
@@ -57,14 +60,19 @@ class Trace:
     rank: int
     calls: list[Call] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
+    moments: Moments | None = None  # of its step, for a timeline
 
     def start(self, call: Call) -> int:
         self.calls.append(call)
         self.events.append(len(self.calls) - 1)
+        if self.moments is not None:
+            self.moments.start(len(self.calls) - 1)
         return len(self.calls) - 1
 
     def wait(self, number: int) -> None:
         self.events.append(~number)
+        if self.moments is not None:
+            self.moments.wait(number)
 
     def blocking(self, call: Call) -> None:
         self.wait(self.start(call))
@@ -78,7 +86,35 @@ class Trace:
             group = mapped.setdefault(call.group, mapped.get(call.group) or group_of(call.group))
             peer = group.members[call.group.members.index(call.peer)] if call.op in P2P else -1
             calls.append(replace(call, group=group, peer=peer))
-        return Trace(rank, calls, list(self.events))
+        return Trace(rank, calls, list(self.events), self.moments)
+
+
+def together(traces: Mapping[int, Trace]) -> tuple[dict[int, list[int]], list[int]]:
+    """Calls that belong together have one number: (of each rank's calls, of each number how many ranks take part)."""
+    numbers: dict[object, int] = {}
+    joint: dict[int, list[int]] = {}
+    needed: list[int] = []
+    for rank, trace in traces.items():
+        counts: dict[object, int] = defaultdict(int)
+        own = joint[rank] = []
+        for call in trace.calls:
+            key = order_of(rank, call)
+            counts[call.op if call.op in P2P else "", key] += 1
+            one = key, counts[call.op if call.op in P2P else "", key]
+            if one not in numbers:
+                numbers[one] = len(needed)
+                needed.append(2 if call.op in P2P else len(call.group.members))
+            own.append(numbers[one])
+    return joint, needed
+
+
+def order_of(rank: int, call: Call) -> object:
+    """Equal for the calls of all ranks that belong together, but for how many there were before: those that come one
+    after the other."""
+    if call.op in P2P:
+        ends = (rank, call.peer) if call.op == "send" else (call.peer, rank)
+        return call.group, ends, call.tag
+    return call.group
 
 
 def span(ranks: tuple[int, ...]) -> str:

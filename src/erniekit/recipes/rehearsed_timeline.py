@@ -1,0 +1,161 @@
+"""`erniekit rehearse ... --timeline FILE`: when each rank of a step computes, transfers and waits, as numbers and as a
+picture. Called by rehearse_command.py. StepRates are the planner's, of the card that --cluster names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from erniekit.errors import ConfigError
+from erniekit.log import emit
+from erniekit.planner.cards import CARDS, CardRates, rates_of
+from erniekit.planner.cluster import PER_MACHINE, Cluster, Island, parse
+from erniekit.recipes.plan_timeline import TERMINAL, timeline_target, write_picture
+from erniekit.rehearse.calls import Trace
+from erniekit.rehearse.moments import CountedWork
+from erniekit.rehearse.timeline_picture import as_svg, as_text
+from erniekit.rehearse.timing import RankTimes, slowest, timed
+
+OPTIONS = ("--timeline", "--cluster")
+CARD = "h200"  # where none is named
+SHOWN = 16  # ranks of a picture
+
+
+@dataclass(frozen=True)
+class Wanted:
+    target: str | Path  # a file, or `-`
+    cluster: Cluster | None = None  # None: as many of CARD as there are ranks
+
+
+def options(args: list[str]) -> tuple[list[str], Wanted | None]:
+    """(the other words, what --timeline and --cluster ask for)."""
+    words: list[str] = []
+    given: dict[str, str] = {}
+    rest = iter(args)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if name not in OPTIONS:
+            words.append(word)
+            continue
+        given[name] = value if equals else next(rest, "")
+        if not given[name]:
+            raise ConfigError(f"{name} has no value", where="erniekit rehearse", fix="erniekit rehearse --help")
+    if "--timeline" not in given:
+        if given:
+            what = "--cluster only says how fast a timeline is"
+            raise ConfigError(what, where="erniekit rehearse", fix="add --timeline step.svg, or - to print it")
+        return words, None
+    target = timeline_target(given["--timeline"])
+    assert target is not None
+    return words, Wanted(target, parse(given["--cluster"]) if "--cluster" in given else None)
+
+
+def placed(wanted: Wanted, ranks: int) -> Cluster:
+    """The cluster that the ranks are on, one device each, in order."""
+    if wanted.cluster is None:
+        return Cluster((Island(CARDS[CARD], -(-ranks // PER_MACHINE), min(ranks, PER_MACHINE)),))
+    cluster = wanted.cluster
+    where = f"--cluster {cluster.text}"
+    if cluster.size < ranks:
+        what = f"the run has {ranks} ranks, and the cluster {cluster.size} devices"
+        raise ConfigError(what, where=where, fix=f"a cluster of {ranks} devices, or --ranks {cluster.size}")
+    for island in cluster.islands:
+        if not island.card.overlaps:
+            what = f"nothing overlaps on {island.card.name}: transfers take the cores that compute"
+            raise ConfigError(what, where=where, fix="name a card, such as 8xH200")
+    return cluster
+
+
+class ClusterRates:
+    """rehearse/timing.py's StepRates."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.rates = [rates_of(island.card) for island in cluster.islands]
+        self.latency = max(rates.latency for rates in self.rates)
+        self.link = cache(self._link)
+
+    def seconds(self, rank: int, work: CountedWork) -> float:
+        return seconds(work, self.rates[self._place(rank)[0]])
+
+    def _link(self, members: Sequence[int]) -> float:
+        places = {self._place(rank) for rank in members}
+        islands = {island for island, _ in places}
+        if len(islands) > 1:
+            return self.cluster.between
+        rates = self.rates[islands.pop()]
+        return rates.link if len(places) == 1 else rates.network
+
+    def _place(self, rank: int) -> tuple[int, int]:
+        """The rank's island, and its machine there."""
+        for number, island in enumerate(self.cluster.islands):
+            if rank < island.size:
+                return number, rank // island.devices
+            rank -= island.size
+        raise LookupError("more ranks than devices")
+
+
+def seconds(work: CountedWork, rates: CardRates) -> float:
+    attention = sum(flops / rates.attention_at(keys) for keys, flops in work.attention.items())
+    products = work.products / rates.dense + work.experts / rates.grouped
+    return products + attention + work.passes / rates.elementwise + work.update / rates.update
+
+
+def show(wanted: Wanted, traces: Mapping[int, Trace], alike: Sequence[Sequence[int]], quiet: bool) -> dict[str, Any]:
+    """Draws it, prints the line of totals, and returns the numbers for programs."""
+    cluster = placed(wanted, len(traces))
+    times = timed(traces, ClusterRates(cluster))
+    last = slowest(times.values())
+    drawn = _drawn(times, alike, last)
+    if isinstance(wanted.target, Path):
+        write_picture(wanted.target, as_svg(drawn))
+    if not quiet:
+        for k, line in enumerate(_lines(wanted, cluster, last, len(drawn), len(alike))):
+            emit(f"{'timeline' if k == 0 else '':<9}{line}")
+        for line in as_text(drawn) if wanted.target == TERMINAL else ():
+            emit(f"  {line}")
+    return {
+        "file": None if wanted.target == TERMINAL else str(wanted.target),
+        "cluster": cluster.describe(),
+        "assumed": wanted.cluster is None,
+        "slowest": last.rank,
+        **numbers(last),
+        "ranks": [{"rank": one.rank, **numbers(one)} for one in drawn],
+    }
+
+
+def numbers(one: RankTimes) -> dict[str, float]:
+    return {
+        "step_seconds": one.step,
+        "computing_seconds": one.computed,
+        "communication_seconds": one.communication,
+        "hidden_seconds": one.hidden,
+        "exposed_seconds": one.exposed,
+        "waiting_seconds": one.waiting,
+    }
+
+
+def _drawn(times: Mapping[int, RankTimes], alike: Sequence[Sequence[int]], last: RankTimes) -> list[RankTimes]:
+    """One of each kind, the slowest for its own."""
+    ranks = [last.rank if last.rank in kind else kind[0] for kind in alike]
+    chosen = ranks[:SHOWN] if last.rank in ranks[:SHOWN] else [*ranks[: SHOWN - 1], last.rank]
+    return [times[rank] for rank in sorted(chosen)]
+
+
+def _lines(wanted: Wanted, cluster: Cluster, last: RankTimes, drawn: int, kinds: int) -> Iterator[str]:
+    assumed = " (assumed)" if wanted.cluster is None else ""
+    yield (
+        f"{_time(last.step)} a step on {cluster.describe()}{assumed}: rank {last.rank} computes "
+        f"{_time(last.computed)}, transfers {_time(last.communication)} ({_time(last.hidden)} hidden, "
+        f"{_time(last.exposed)} exposed), "
+        f"waits {_time(last.waiting)}"
+    )
+    if isinstance(wanted.target, Path):
+        yield f"{wanted.target}: {drawn} of {kinds} kinds of ranks"
+
+
+def _time(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
