@@ -308,7 +308,7 @@ class Agent(LocalElasticAgent):
             self.exit_code = 128 + self._signals[0]
             if cause.exit_code in (130, self.exit_code):  # it obeyed: nothing to save yet, or a second signal
                 lines = (f"stopped by {signal.Signals(self._signals[0]).name} without a save",)
-        if cause.code < 0 and not self._may_restart:
+        elif cause.code < 0 and not self._signals and not self._may_restart:  # it had no word of its own
             lines = (*lines, f"fix:   run the same command; it resumes from {self._point()}")
         self.relay.mute()
         self.relay.emit(*lines)
