@@ -109,6 +109,7 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
     held = manager if world.is_main else nullcontext()  # one rank holds the folder, the others only look
     dog = Watchdog(output, world.rank, cfg.train.hang_soft_s, cfg.train.hang_hard_s)
     with held, Signals() as signals, trackers_for(cfg, output, record, session) as trackers, dog, ExitStack() as ends:
+        ends.enter_context(signals.ends_compilers())
         dog.phase("prepare")
         signals.preparing = True
         parts.end("plan")
@@ -168,6 +169,7 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
         )
         signals.preparing = False
         resume.begin(saver, point, disks)
+        run_summary.show_compiling(cfg, data.max_steps - state.step)
         try:
             trainer.fit()
         except BaseException:
