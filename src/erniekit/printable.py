@@ -71,9 +71,14 @@ def plain_lines(text: str) -> str:
     return "".join(piece if i % 2 else _ORDERS.sub(_escaped, piece) for i, piece in enumerate(pieces))
 
 
-def counted(number: int, noun: str) -> str:
-    """1 step, 2 steps."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+def counted(number: int, noun: str, several: str = "") -> str:
+    """1 step, 2 steps. several: where an s does not make it: "entries", "files are missing"."""
+    return f"{number:,} {noun if number == 1 else several or noun + 's'}"
+
+
+def every(number: float, noun: str) -> str:
+    """every step, every 2 steps."""
+    return f"every {noun}" if number == 1 else f"every {number:,g} {noun}s"
 
 
 def error_text(error: BaseException) -> str:

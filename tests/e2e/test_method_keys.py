@@ -204,7 +204,7 @@ REFUSED = {
     "stage=RM compute_type=fp8": "computes in bf16 or fp32",
     "stage=RM eval_generate=2 eval_dataset_path={pairs}": "generates no answers",
     "curriculum=length compat=erniekit": "both decide the order of rows",
-    "mix_schedule=2=0/1": "2 shares, and 1 files",
+    "mix_schedule=2=0/1": "2 shares, and 1 file",
     "train_dataset_path={sft},{other} mix_schedule=half": "half",
     "train_dataset_path={sft},{other} mix_schedule=2=0/0": "mix_schedule",
     "train_dataset_path={sft},{other} mix_schedule=2=0/1 mix_strategy=concat": "drawn at random",

@@ -47,7 +47,7 @@ def mixed(models: Path, tmp_path: Path) -> Iterator[MixedRun]:
 def test_two_kinds_of_device_train_as_one_process_does(mixed: MixedRun, alone: list[float]) -> None:
     said = mixed.wait()
     assert "islands  toy: rank 0, second: rank 1" in said
-    assert "stage 0  1 layers on toy" in said, "the second is three times as fast"
+    assert "stage 0  1 layer on toy" in said, "the second is three times as fast"
     assert mixed.losses() == pytest.approx(alone, abs=LOSS)
 
 

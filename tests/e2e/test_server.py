@@ -233,6 +233,35 @@ def test_what_cannot_be_answered_is_refused_in_the_shape_clients_know(live, path
     assert ".py" not in answer.text
 
 
+def test_an_answer_that_is_too_long_is_refused_with_the_longest_that_fits_and_that_one_is_answered(live):
+    longest = live.http.get(live.url + "/v1/models").json()["data"][0]["max_model_len"]
+    chat = {"messages": [{"role": "user", "content": "hello"}]}
+    for path, body, name in (
+        ("/v1/completions", {"prompt": [5, 6, 7]}, "max_tokens"),
+        ("/v1/chat/completions", chat, "max_tokens"),
+        ("/v1/chat/completions", chat, "max_completion_tokens"),
+    ):
+        prompt = live.post(path, {**body, name: 1}).json()["usage"]["prompt_tokens"]
+        for asked in (longest - prompt + 1, longest, 100 * longest):
+            answer = live.post(path, {**body, name: asked})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"], error["code"]) == (400, name, "context_length_exceeded")
+            assert error["message"] == (
+                f"this model's context is {longest} tokens and the prompt has {prompt} of them: "
+                f"{name} is {asked}, and can be {longest - prompt} at most"
+            )
+        assert live.post(path, {**body, name: longest - prompt}).status_code == 200
+
+
+def test_a_prompt_that_is_too_long_is_refused_with_its_length_and_what_fits(live):
+    longest = live.http.get(live.url + "/v1/models").json()["data"][0]["max_model_len"]
+    error = live.post("/v1/completions", {"prompt": [5] * longest, "max_tokens": 1}).json()["error"]
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+    assert error["message"] == (
+        f"this model's context is {longest} tokens and the prompt has {longest}: send {longest - 1} at most"
+    )
+
+
 def test_fields_nobody_knows_are_ignored_and_named_in_the_answer_and_once_in_the_log(live, capfd):
     for stream in (False, True):
         answer = live.chat(wishes={"deep": [1]}, user="me", store=True, stream=stream, **{"x\r\nSet-Cookie: a": 1})

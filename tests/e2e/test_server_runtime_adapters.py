@@ -11,7 +11,7 @@ import pytest
 
 from erniekit.checkpoint.model_folder import ModelFolder
 from support.engine_jobs import make_adapter
-from support.serving import Live, tiny_folder, until
+from support.serving import Live, Program, tiny_folder, until
 
 pytestmark = pytest.mark.xdist_group("server")
 
@@ -167,5 +167,28 @@ def test_without_allowed_folders_nothing_is_loaded(place: Path):
     try:
         status, text = load(server, "style", place / "allowed" / "style")
         assert (status, "lora_dirs" in text) == (403, True)
+    finally:
+        server.close()
+
+
+def test_an_allowed_folder_that_is_none_is_refused_before_anything_is_loaded(place: Path):
+    file = place / "base" / "config.json"
+    for name in ("nowhere", str(file)):
+        server = Program(place / "base", *WORDS, "port=0", f"lora_dirs={place / 'allowed'},{name}")
+        try:
+            until(lambda program=server: "ready: " in program.text or program.process.poll() is not None, 60)
+            assert server.process.poll() == 2, server.text
+            until(lambda program=server: "fix:" in program.text, 10)
+            assert server.lines[0] == f"error: lora_dirs names {name!r}, which is not a folder here"
+            assert server.lines[1] == "where: lora_dirs: key=value"
+            assert server.lines[2].startswith("fix:   check the path, or make the folder first")
+        finally:
+            server.close()
+
+
+def test_an_allowed_folder_may_be_empty_at_the_start(place: Path, tmp_path: Path):
+    server = Program(place / "base", *WORDS, "port=0", f"lora_dirs={tmp_path}")
+    try:
+        server.ready()
     finally:
         server.close()

@@ -113,5 +113,5 @@ def test_the_command_killed_behind_its_first_layer_is_run_again_to_the_same_byte
     again = start(tmp_path / "out")
     told = again.communicate()[0].decode()
     assert again.returncode == 0
-    assert "1 layers are done already" in told
+    assert "1 layer is done already" in told
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")

@@ -108,9 +108,15 @@ def test_a_crowd_gets_right_answers_or_is_told_to_come_back(live: Live, count: i
         assert live.idle()
 
 
-def listen(url: str, lines: list[str], begun: threading.Event, taken: threading.Semaphore | None = None) -> None:
+def listen(
+    url: str,
+    lines: list[str],
+    begun: threading.Event,
+    taken: threading.Semaphore | None = None,
+    prompt: str | list[int] = "a story",
+) -> None:
     """begun: the first words have come. taken: the server has the request, and has said so."""
-    body = {"prompt": "a story", "max_tokens": 500, "ignore_eos": True, "stream": True}
+    body = {"prompt": prompt, "max_tokens": 500, "ignore_eos": True, "stream": True}
     try:
         with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as answer:
             if taken is not None:
@@ -191,6 +197,41 @@ def test_a_second_signal_ends_streams_in_words_too(folder: Path):
         assert not answering or "the server is stopping" in lines[-1] or lines[-1] == "data: [DONE]"
         assert code == 0, server.text
         assert "Traceback" not in server.text
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("number", [INT, TERM])
+def test_a_server_asked_to_leave_tells_at_once_what_it_finishes_and_ends_when_asked_again(
+    folder: Path, number: signal.Signals
+):
+    """Its engine hangs, so that both answers are open for as long as they may be."""
+    script = str(Path(__file__).with_name("stuck_server.py"))
+    server = Program(folder, "port=0", "max_model_len=512", "drain_timeout=60", program=(script,))
+    try:
+        url = server.ready()
+        taken = threading.Semaphore(0)
+        for _ in range(2):
+            threading.Thread(target=listen, args=(url, [], threading.Event(), taken, [7, 8]), daemon=True).start()
+        assert all(taken.acquire(timeout=30) for _ in range(2))
+        server.process.send_signal(number)
+        line = "stopping: finishing 2 answers, for 60 s at most; a second Ctrl-C or SIGTERM ends it now"
+        until(lambda: line in server.lines, 10)
+        began = time.monotonic()
+        server.end(number)
+        assert time.monotonic() - began < 30, "not the 60 s of drain_timeout"
+        assert server.text.count("stopping: ") == 1
+    finally:
+        server.close()
+
+
+def test_a_server_without_answers_to_finish_leaves_without_a_word_about_them(folder: Path):
+    server = Program(folder, "port=0", "max_model_len=512")
+    try:
+        server.ready()
+        assert server.end(INT) == 0, server.text
+        assert server.lines[-1] == "stopped"
+        assert "stopping" not in server.text
     finally:
         server.close()
 

@@ -8,7 +8,7 @@ from erniekit.data.inspect import data_command
 from erniekit.data.types import RowProblem
 from erniekit.errors import DataError
 from erniekit.log import emit, paint, warn
-from erniekit.printable import plain, public
+from erniekit.printable import counted, every, plain, public
 from support.jsonl import write_jsonl
 
 HOSTILE = "media/\x1b[2J\x1b]0;owned\x07x\r\x9b1m\u202e\ud800.png"
@@ -72,3 +72,11 @@ def test_addresses_are_shown_without_what_lets_their_holder_in(address: str, sho
     assert public(f"look at {address} now") == f"look at {shown} now"
     assert public(public(address)) == public(address)
     assert str(DataError("no", where=address)).endswith(shown)
+
+
+def test_one_of_a_thing_is_no_plural():
+    assert [counted(n, "step") for n in (0, 1, 2, 1000)] == ["0 steps", "1 step", "2 steps", "1,000 steps"]
+    assert [counted(n, "file is", "files are") for n in (1, 2)] == ["1 file is", "2 files are"]
+    assert [every(n, "minute") for n in (1, 0.5, 15, 1000)] == [
+        "every minute", "every 0.5 minutes", "every 15 minutes", "every 1,000 minutes",
+    ]  # fmt: skip

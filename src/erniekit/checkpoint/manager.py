@@ -17,6 +17,7 @@ from erniekit.checkpoint.writer import AsyncSaver, Write
 from erniekit.errors import CheckpointError
 from erniekit.files.listed import Listed
 from erniekit.log import warn, warn_once
+from erniekit.printable import counted
 
 Verify = Literal["auto", "full", "size"]
 _FULL_BELOW = 20_000_000_000  # bytes; above, "auto" reads samples: a start should not take minutes
@@ -293,7 +294,7 @@ class CheckpointManager:
             safe = self._newest()
             if final or self.misses >= self.max_misses:
                 raise CheckpointError(
-                    f"{error.what}; {self.misses} save(s) failed in a row, {safe}",
+                    f"{error.what}; {counted(self.misses, 'save')} failed in a row, {safe}",
                     where=error.where,
                     fix=error.fix,
                 ) from error

@@ -33,6 +33,7 @@ from erniekit.models.layers.linear import packed_layers
 from erniekit.models.names import Entry
 from erniekit.models.spec import ModelSpec
 from erniekit.parallel.sharding import Box
+from erniekit.printable import counted
 
 GENERATION_FILES = ("generation_config.json",)
 PREPROCESSOR = "preprocessor_config.json"
@@ -178,7 +179,7 @@ class ModelFolder:
             if names:
                 shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
                 raise CheckpointError(
-                    f"{len(names)} {what} tensors for a {self.spec.name} model: {shown}",
+                    f"{counted(len(names), f'{what} tensor')} for a {self.spec.name} model: {shown}",
                     where=str(self.path),
                     fix="the folder is incomplete or holds another model",
                 )
@@ -307,7 +308,8 @@ def _indexed(index: Path, listed: Listed) -> dict[str, Path]:
     missing = [Path(name).name for name in names if not listed.has(name)]
     if missing:
         raise CheckpointError(
-            f"{len(missing)} files named in the index are missing: {', '.join(missing[:3])}",
+            counted(len(missing), "file named in the index is missing", "files named in the index are missing")
+            + f": {', '.join(missing[:3])}",
             where=str(index),
             fix="finish the download, or copy the files of the other nodes here",
         )

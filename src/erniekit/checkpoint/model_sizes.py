@@ -9,6 +9,7 @@ import re
 from typing import TYPE_CHECKING
 
 from erniekit.errors import CheckpointError
+from erniekit.printable import counted
 
 if TYPE_CHECKING:
     from erniekit.checkpoint.model_folder import ModelFolder
@@ -24,14 +25,14 @@ def check_sizes(folder: ModelFolder) -> None:
     c = folder.config
     layers = _count(_LAYER, folder)
     if layers and layers != c.num_layers:
-        raise _differ(folder, "num_hidden_layers", c.num_layers, f"hold {layers} layers")
+        raise _differ(folder, "num_hidden_layers", c.num_layers, f"hold {counted(layers, 'layer')}")
     if c.moe is not None:
         fused = next((name for name in folder.files if name.endswith(_FUSED)), None)
         shape = folder.slices().shape(fused) if fused else ()
         experts = shape[0] if shape else _count(_EXPERT, folder)
         expected = c.moe.experts + (0 if c.moe.vision is None or fused else c.moe.vision.experts)
         if experts and experts != expected:
-            raise _differ(folder, "moe_num_experts", expected, f"hold {experts} experts")
+            raise _differ(folder, "moe_num_experts", expected, f"hold {counted(experts, 'expert')}")
     embedding = next((name for name in folder.files if name.endswith("." + _EMBEDDING)), None)
     if embedding is None:
         return

@@ -33,6 +33,7 @@ from erniekit.checkpoint.wire import TIMEOUT, Wire
 from erniekit.errors import CheckpointError
 from erniekit.log import emit, warn
 from erniekit.parallel import comm
+from erniekit.printable import counted
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -242,7 +243,7 @@ def _collect(path: Path, targets: Sequence[int], wire: Wire) -> None:
         problems += [f"the node of rank {target}: {what}"] if what else []
     if problems:
         raise CheckpointError(
-            f"{path.name} did not reach {len(problems)} of {len(targets)} other nodes",
+            f"{path.name} did not reach {len(problems)} of {counted(len(targets), 'other node')}",
             where="; ".join(problems),
             fix=f"copy {path} there, or use an output_dir all nodes share",
         )

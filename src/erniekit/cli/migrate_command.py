@@ -17,6 +17,7 @@ from erniekit.config.note import shown
 from erniekit.config.recipe_text import recipe_lines
 from erniekit.errors import ConfigError
 from erniekit.log import paint
+from erniekit.printable import counted
 
 USAGE = "erniekit migrate FILE [--output NEW.yaml] [--print]"
 
@@ -111,7 +112,7 @@ def _report(run: MigratedRun, cfg: RunConfig, file: str, name: str) -> Iterator[
         f" ({cfg.train.stage}, {cfg.lora.fine_tuning}, {cfg.precision.compute_type})" if cfg.command == "train" else ""
     )
     yield paint(f"{run.place}: {run.what}{kind}", "bold")
-    yield f"{'kept':<15}{run.kept} keys as they are"
+    yield f"{'kept':<15}{counted(run.kept, 'key as it is', 'keys as they are')}"
     for kind_of_remark in KINDS:
         for remark in sorted((r for r in run.remarks if r.kind == kind_of_remark), key=_line):
             yield f"{remark.kind:<15}{_place(remark.place, file):<10}{remark.what}: {remark.why}"
@@ -121,7 +122,7 @@ def _report(run: MigratedRun, cfg: RunConfig, file: str, name: str) -> Iterator[
         where = _place(run.places.get(item.key, ""), file)
         yield f"{'not yet':<15}{where:<10}{item.key} {shown(item.value)}: {item.what}; {item.today}"
     yield from _layout(run, cfg)
-    yield f"{'wrote':<15}{name} ({len(run.values)} keys)"
+    yield f"{'wrote':<15}{name} ({counted(len(run.values), 'key')})"
     for line in run.machines.setup():
         yield f"{'first':<15}{line}"
     for machine, line in run.machines.lines(cfg.command, name):
@@ -153,4 +154,4 @@ def _layout(run: MigratedRun, cfg: RunConfig) -> Iterator[str]:
         product *= n
     text = " x ".join(f"{name} {n}" for name, n in degrees.items()) or "no degree"
     fits = "" if ranks % product == 0 else ": they do not fit, and the run will refuse them"
-    yield f"{'layout':<15}{text} = {product}; the launch starts {ranks} ranks{fits}"
+    yield f"{'layout':<15}{text} = {product}; the launch starts {counted(ranks, 'rank')}{fits}"

@@ -141,5 +141,6 @@ def _proposal(k: Key) -> str:
 def _refuse(k: Key, value: Any, where: str) -> ConfigError:
     near = nearest(value, _choices(k)) if isinstance(value, str) and k.choices else []
     came = "***" if k.secret else "nothing" if value is None else repr(value)
-    fix = k.elsewhere.get(str(value)) or (f"did you mean {near[0]}?" if near else _proposal(k))
+    written = k.elsewhere(str(value)) if k.elsewhere is not None else None
+    fix = written or (f"did you mean {near[0]}?" if near else _proposal(k))
     return ConfigError(f"{k.name} is {came}; expected {expected(k)}", where=where, fix=fix)

@@ -5,7 +5,7 @@ The sections are made of these; conversion, sources, help and the config command
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
@@ -40,7 +40,7 @@ class Key:
     secret: bool = False  # never printed or stored
     path: PathKind = ""  # how its value names files; the web page keeps all of them inside its folders
     idle: Mapping[str, str] = field(default_factory=dict)  # values of it that change nothing here -> why
-    elsewhere: Mapping[str, str] = field(default_factory=dict)  # values it does not take -> what to write instead
+    elsewhere: Callable[[str], str | None] | None = None  # a value it does not take -> what to write instead
     example: str = ""  # a value that an error proposes; the default if it is a good one
 
     @property
@@ -69,13 +69,13 @@ def key(
     secret: bool = False,
     path: PathKind = "",
     idle: Mapping[str, str] | None = None,
-    elsewhere: Mapping[str, str] | None = None,
+    elsewhere: Callable[[str], str | None] | None = None,
     example: str = "",
 ) -> Any:
     idle = idle or {}
     facts = dict(
         help=help, also=also, choices=(*choices, *idle), further=further, low=low, high=high, commas=commas,
-        basic=basic, fixed=fixed, later=later, secret=secret, path=path, idle=idle, elsewhere=elsewhere or {},
+        basic=basic, fixed=fixed, later=later, secret=secret, path=path, idle=idle, elsewhere=elsewhere,
         example=example,
     )  # fmt: skip
     return field(default=default, metadata=facts)

@@ -14,6 +14,7 @@ from erniekit.data.template import TemplateRefused, ThoughtRefused, Turn, turns
 from erniekit.data.thinking import Thinking, has_thought, kept
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import IGNORE, Conversation, Sample
+from erniekit.printable import counted
 
 # ERNIEKit reserves these tokens per turn, and one per conversation; both are part of what it drops.
 TURN_RESERVE = 8
@@ -69,7 +70,7 @@ def assemble(
         return _too_long(all_turns[-1], max_seq_len, overlong)
     count = sum(len(turn.query_ids) + len(turn.answer_ids) for turn in fitting)
     if count <= DIALOG_RESERVE + TURN_RESERVE:
-        return Dropped("too_short", f"only {count} tokens; {DIALOG_RESERVE + TURN_RESERVE + 1} are needed")
+        return Dropped("too_short", f"only {counted(count, 'token')}; {DIALOG_RESERVE + TURN_RESERVE + 1} are needed")
     begins = all_turns[0].query_ids[:1] == [tokenizer.begin_id]
     sample = _label(fitting, tokenizer, begins, not cut, compat, thinking == "mask")
     if not (sample.labels != IGNORE).any():
@@ -118,7 +119,7 @@ def _too_long(turn: Turn, max_seq_len: int, overlong: str) -> Dropped:
 
 def _why_untrained(all_turns: list[Turn], dropped: int, thinking: Thinking) -> str:
     if dropped and any(turn.trained for turn in all_turns):
-        return f"no trained turn is left after {dropped} older turns were dropped to fit"
+        return f"no trained turn is left after {counted(dropped, 'older turn was', 'older turns were')} dropped to fit"
     if thinking == "mask" and any(turn.trained for turn in all_turns):
         return "only a thought fits, and train_thinking is mask"
     return "no turn is trained (all labels are 0)"

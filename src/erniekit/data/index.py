@@ -45,6 +45,7 @@ from erniekit.data.types import RowProblem
 from erniekit.errors import ConfigError, DataError
 from erniekit.files import refuse_special
 from erniekit.files.unwritable import way_out
+from erniekit.printable import counted
 
 COMMIT_BYTES = 32 << 20  # of text; what a kill costs at most, besides what is under way
 COMMIT_SECONDS = 10.0
@@ -299,7 +300,7 @@ class _IndexRun:
         """Not one usable row so far; the next try, with other settings, is to find no trace of this one."""
         remove_work(self.work)
         return DataError(
-            f"none of the first {rows:,} rows can be used",
+            f"none of the first {counted(rows, 'row')} can be used",
             where="\n       ".join(f"row {line}  {kind}: {reason}" for line, kind, reason in chunk.bad[:3]),
             fix=f"--json_key names the field that holds the text; `{self.job.json_key}` was looked for",
         )

@@ -18,6 +18,7 @@ from erniekit.data.tokenizer import load_tokenizer
 from erniekit.errors import ConfigError
 from erniekit.flag_parser import FlagParser
 from erniekit.log import emit, paint, typed, warn
+from erniekit.printable import counted
 
 _DTYPES = ("uint8", "int8", "int16", "int32", "int64", "uint16")
 assert len(_DTYPES) == len(CODES)
@@ -44,7 +45,7 @@ def index_command(args: list[str]) -> int:
 def _print_result(made: Indexed, given: argparse.Namespace, dtype: str, seconds: float) -> None:
     report = made.report
     both = " and ".join(made.prefix + suffix for suffix in SUFFIXES[given.format])
-    emit(f"{paint(both, 'bold')}: {report.samples:,} documents, {short(report.tokens)} tokens ({dtype})")
+    emit(f"{paint(both, 'bold')}: {counted(report.samples, 'document')}, {short(report.tokens)} tokens ({dtype})")
     emit(report.lines()[1].replace("a sample", "a document"))
     size = sum(Path(file).expanduser().stat().st_size for file in given.files) / 2**20
     if made.fresh:
@@ -52,7 +53,9 @@ def _print_result(made: Indexed, given: argparse.Namespace, dtype: str, seconds:
     else:
         emit("  it was there already, from the same text and settings")
     if report.bad:
-        warn(f"{report.bad_rows:,} of {report.rows:,} rows are left out; {made.prefix}_bad_rows.jsonl names each")
+        left = f"{'is' if report.bad_rows == 1 else 'are'} left out"
+        what = f"{report.bad_rows:,} of {counted(report.rows, 'row')} {left}"
+        warn(f"{what}; {made.prefix}_bad_rows.jsonl names each")
     model = given.model_name_or_path
     arguments = ("--stage", "PT", "--model_name_or_path", model, "--input_dir", made.prefix, "--output_dir", "out")
     emit(f"next: {typed('train', *arguments)}")

@@ -16,7 +16,7 @@ from erniekit.data.formats.columns import Columns, as_columns
 from erniekit.data.formats.files import file_encoding
 from erniekit.data.preference import Preference
 from erniekit.data.quality import RowCounts, is_near_empty, length_line, row_key, size_of
-from erniekit.data.report import SHOWN_LINES, DataReport, quality_lines, unused_line
+from erniekit.data.report import SHOWN_LINES, DataReport, quality_lines, unused_line, verdicts
 from erniekit.data.stage_rows import STAGES, StageRows, stage_rows
 from erniekit.data.storage import listed_files
 from erniekit.data.thinking import has_thought
@@ -153,7 +153,7 @@ def _check(path: str, given: argparse.Namespace, tokenizer: Tokenizer | None) ->
 def _label_line(labels: Counter[str], found: StageRows) -> str:
     """What stages KTO and CLS learn of a row."""
     if found.format == "unpaired":
-        return f"{labels['True']:,} answers are desirable, {labels['False']:,} are not"
+        return verdicts(labels["True"], labels["False"])
     if found.format != "classes":
         return ""
     named = ", ".join(f"{name} {count:,}" for name, count in labels.most_common(_CLASSES))
@@ -219,7 +219,7 @@ class _Quality:
         if self.over:
             more = ", ..." if len(self.over) > SHOWN_LINES else ""
             named = ", ".join(map(str, self.over[:SHOWN_LINES]))
-            out.append(f"longer than {self.limit:,} tokens: {len(self.over):,} rows (row {named}{more})")
+            out.append(f"longer than {self.limit:,} tokens: {counted(len(self.over), 'row')} (row {named}{more})")
         return out + quality_lines(self.report)
 
 
@@ -248,11 +248,11 @@ class _Pairs:
         told = ", ".join(f"{name} {_median(sizes):,} (to {max(sizes):,})" for name, sizes in self.sizes.items())
         out = [f"characters, median: {told}; chosen is longer in {self.longer / self.count:.0%}"]
         if self.past:
-            out.append(f"{self.past:,} prompts hold earlier turns; they are read, not scored")
+            out.append(f"earlier turns in {counted(self.past, 'prompt')}: they are read, not scored")
         if self.several:
-            out.append(f"{self.several:,} pairs have answers of several turns; the assistant's are scored")
+            out.append(f"answers of several turns in {counted(self.several, 'pair')}: the assistant's are scored")
         if self.alike:
-            out.append(f"{self.alike:,} pairs have two equal answers; training leaves them out")
+            out.append(f"two equal answers in {counted(self.alike, 'pair')}, which training leaves out")
         line, pair = self.first
         out.append(f"row {line}; scored is what the assistant says in its last two lines:")
         out += [f"  {message.role:9} {_shown(message)}" for message in pair.prompt]

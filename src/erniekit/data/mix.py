@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from erniekit.errors import ConfigError, DataError
+from erniekit.printable import counted
 
 STRATEGIES = ("random", "concat", "interleave_under", "interleave_over")
 BLOCK = 1024  # positions that share one exact division among the sources
@@ -78,7 +79,10 @@ class SampleOrder:
             )
         probs = [1.0] * len(sizes) if probs is None else list(probs)
         if len(probs) != len(sizes):
-            raise ConfigError(f"{len(sizes)} sources but {len(probs)} probabilities", where="train_dataset_prob")
+            raise ConfigError(
+                f"{counted(len(sizes), 'source')} but {counted(len(probs), 'probability', 'probabilities')}",
+                where="train_dataset_prob",
+            )
         share = shares(probs)
         self.seed, self.shuffle = seed, shuffle
         self._keys, self._ordered_passes = list(keys), ordered_passes

@@ -34,6 +34,7 @@ from erniekit.errors import ConfigError, DataError
 from erniekit.files import OwnedFiles, own, settle
 from erniekit.files.cache_folder import default_cache_dir
 from erniekit.log import warn
+from erniekit.printable import counted
 
 BLOCK = 1024  # positions that are blended together
 _BLOCKS_KEPT = 8
@@ -152,7 +153,8 @@ class PretrainData:
         for k, rows in enumerate(all_rows):
             if not rows.rows and (not live or (part == "train" and (weights is None or weights[k] > 0))):
                 raise DataError(
-                    f"no row of text for `{part}`: {len(rows.part):,} documents with {rows.tokens:,} tokens",
+                    f"no row of text for `{part}`: {counted(len(rows.part), 'document')} with "
+                    + counted(rows.tokens, "token"),
                     where=f"{rows.files.name}, split={split}",
                     fix="give this part a larger share in `split`, index more text, or set its weight to 0",
                 )
@@ -183,7 +185,9 @@ class PretrainData:
     def lines(self) -> list[str]:
         out = []
         for source, share in zip(self.sources, self.shares):
-            text = f"{len(source.part):,} documents, {short(source.tokens)} tokens, {source.rows:,} rows"
+            text = (
+                f"{counted(len(source.part), 'document')}, {short(source.tokens)} tokens, {counted(source.rows, 'row')}"
+            )
             passes = float(share) * len(self) / source.rows
             blended = f", {float(share):.1%} of the rows ({passes:.2f} passes an epoch)" if len(self.shares) > 1 else ""
             out.append(f"{source.files.name}: {text}{blended}")
@@ -194,7 +198,9 @@ def _checked(weights: Sequence[float] | None, count: int) -> Sequence[float] | N
     if weights is None:
         return None
     if len(weights) != count:
-        raise ConfigError(f"{count} data sets but {len(weights)} weights", where="data_filelist, data_weights")
+        raise ConfigError(
+            f"{counted(count, 'data set')} but {counted(len(weights), 'weight')}", where="data_filelist, data_weights"
+        )
     if min(weights) < 0 or not 0 < sum(weights) < float("inf"):
         raise ConfigError(
             f"weights {', '.join(map(str, weights))} cannot be normalised",

@@ -117,7 +117,7 @@ class DataReport:
             shown = [f"{p.file}:{p.line}  {p.kind}: {p.reason}" for p in _different(self.first_bad[:SHOWN])]
             more = self.bad_rows - len(shown)
             raise DataError(
-                f"{self.bad_rows:,} of {self.rows:,} rows of {self.file} cannot be used "
+                f"{self.bad_rows:,} of {counted(self.rows, 'row')} of {self.file} cannot be used "
                 f"({self.bad_fraction:.2%}, more than max_bad_fraction={max_bad_fraction:g})",
                 where="\n       ".join([*shown, f"and {more:,} more"] if more > 0 else shown),
                 fix=f"fix them (all are listed in {bad_rows_path}), or raise max_bad_fraction"
@@ -127,7 +127,8 @@ class DataReport:
             reasons = [f"{n:,} {kind}" for kind, n in [*self.bad.items(), *self.dropped.items()]]
             first = [f"{p.file}:{p.line}  {p.kind}: {p.reason}" for p in [*self.first_bad, *self.first_dropped][:5]]
             raise DataError(
-                f"{self.file} gives no usable sample ({self.rows:,} rows: {', '.join(reasons) or 'the file is empty'})",
+                f"{self.file} gives no usable sample "
+                f"({counted(self.rows, 'row')}: {', '.join(reasons) or 'the file is empty'})",
                 where="\n       ".join(first) or self.file,
                 fix="look at a row, its format and max_seq_len; `erniekit data FILE` shows what was read",
             )
@@ -150,15 +151,15 @@ class DataReport:
         if self.pictures or self.videos:
             share = self.vision_tokens / self.tokens if self.tokens else 0
             out.append(
-                f"  seen: {self.pictures:,} pictures, {self.videos:,} videos, {short(self.patches)} patches, "
-                f"{short(self.vision_tokens)} tokens ({share:.0%} of all)"
+                f"  seen: {counted(self.pictures, 'picture')}, {counted(self.videos, 'video')}, "
+                f"{short(self.patches)} patches, {short(self.vision_tokens)} tokens ({share:.0%} of all)"
             )
         if self.pair_lengths:
             median = ", ".join(f"{name} {text['median']:,}" for name, text in self.pair_lengths.items())
             most = ", ".join(f"{text['max']:,}" for text in self.pair_lengths.values())
             text = f"chosen is longer in {self.chosen_longer / self.samples:.0%} of the pairs"
             if self.desirable is not None:
-                text = f"{self.desirable:,} answers are desirable, {self.samples - self.desirable:,} are not"
+                text = verdicts(self.desirable, self.samples - self.desirable)
             out.append(f"  of it, median: {median} (at most {most}); {text}")
         if self.bad:
             out.append(f"  bad rows: {_counts(self.bad)} ({self.bad_fraction:.3%})")
@@ -167,7 +168,8 @@ class DataReport:
             out.append(f"  dropped: {_counts(self.dropped)}")
             out += [f"    {Path(p.file).name}:{p.line}  {p.reason}" for p in self.first_dropped[:2]]
         if self.dropped_turns or self.truncated_tokens:
-            out.append(f"  to fit: {self.dropped_turns:,} older turns and {self.truncated_tokens:,} tokens left out")
+            turns, tokens = counted(self.dropped_turns, "older turn"), counted(self.truncated_tokens, "token")
+            out.append(f"  to fit: {turns} and {tokens} left out")
         if self.rewritten_turns:
             text = "are read and not trained: the chat template rewrites them once they are history"
             out.append(f"  earlier answers: {self.rewritten_turns:,} {text}")
@@ -181,7 +183,7 @@ class DataReport:
         what = "read, not trained" if self.thinking == "mask" else "trained with their answers"
         left = self.thoughts - self.thoughts_in
         why = "train_thinking" if self.thinking in ("last", "drop") else "the chat template"
-        out = f"thoughts: {self.thoughts_in:,} of {self.thoughts:,} answers that think"
+        out = f"thoughts: {self.thoughts_in:,} of {counted(self.thoughts, 'answer that thinks', 'answers that think')}"
         out += f", {short(self.thought_tokens)} tokens, {what}" if self.thoughts_in else ""
         return out + (f"; {left:,} left out by {why} or with older turns" if left else "")
 
@@ -226,12 +228,16 @@ def quality_lines(report: DataReport) -> list[str]:
     return out
 
 
+def verdicts(desirable: int, others: int) -> str:
+    return f"{counted(desirable, 'answer is', 'answers are')} desirable, {counted(others, 'is', 'are')} not"
+
+
 def unused_line(fields: Mapping[str, int]) -> str:
     """Fields of rows that hold something and are not understood, most frequent first."""
     named = sorted(fields.items(), key=lambda item: (-item[1], item[0]))
-    text = [f"`{name}` in {count:,} row{'s' * (count > 1)}" for name, count in named[:SHOWN_FIELDS]]
+    text = [f"`{name}` in {counted(count, 'row')}" for name, count in named[:SHOWN_FIELDS]]
     more = len(named) - SHOWN_FIELDS
-    return "fields not used: " + ", ".join([*text, f"and {more:,} more fields"] if more > 0 else text)
+    return "fields not used: " + ", ".join([*text, f"and {counted(more, 'more field')}"] if more > 0 else text)
 
 
 def total_lines(reports: Sequence[DataReport]) -> list[str]:

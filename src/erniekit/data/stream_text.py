@@ -34,6 +34,7 @@ from erniekit.data.text_rows import Place, documents
 from erniekit.data.tokenise import TokeniseJob
 from erniekit.data.types import Sample
 from erniekit.errors import DataError
+from erniekit.printable import counted
 
 _BLOCKS_KEPT = 4
 _IN_ORDER = 4096  # documents looked up at once where they are not shuffled
@@ -165,7 +166,7 @@ class StreamRows(DocumentRows):
             rows = max(0, ceil((size - 1) / self.max_seq_len))
             if not rows:
                 raise DataError(
-                    f"no row of text: {len(self.source):,} documents with {size:,} tokens",
+                    f"no row of text: {counted(len(self.source), 'document')} with {counted(size, 'token')}",
                     where=self.source.name,
                     fix="give more text",
                 )

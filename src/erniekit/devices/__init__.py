@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from erniekit.errors import DeviceError
 from erniekit.log import warn
+from erniekit.printable import counted
 from erniekit.registry import Registry
 
 if TYPE_CHECKING:
@@ -139,6 +140,8 @@ DEVICES: dict[str, DeviceEntry] = {
 }
 # gpu: whatever vendor's card torch calls cuda. xpu: Kunlunxin in Paddle, Intel in torch; what is present is taken.
 FAMILIES = {"gpu": ("iluvatar", "metax", "kunlunxin", "amd", "nvidia"), "xpu": ("kunlunxin", "intel")}
+# Names of torch and of vendors' own tools, for which people look here.
+_MEANT = {"cuda": "gpu", "rocm": "amd", "hip": "amd"}
 
 # What installed packages add: `name = module`, or `name = module:VARIABLE` with the variable of `visible`.
 INSTALLED = Registry("device", {name: entry.module for name, entry in DEVICES.items()}, group="erniekit.devices")
@@ -163,16 +166,30 @@ def accelerators() -> Iterator[tuple[str, DeviceEntry]]:
     return ((name, entry) for name, entry in table().items() if name != "cpu" and name not in FAMILIES)
 
 
+def instead(value: str) -> str:
+    """What to write instead of a name of torch's, such as `cuda:0`; empty where none of ours is meant. A value names no
+    single device: a variable of the vendor's chooses it."""
+    name, _, index = value.lower().partition(":")
+    name = _MEANT.get(name, name)
+    if name not in DEVICES:
+        return ""
+    variable = DEVICES[name].visible
+    chosen = f" {variable}={index} chooses the card" if variable and index.isdecimal() else ""
+    return f"did you mean {name}?{chosen}"
+
+
 def named(name: str, env: Mapping[str, str]) -> str:
     """The name in a `device` value: of `auto`, that of a variable if one is set. What old scripts export may be a
     device of Paddle's alone; what our variable names must be there."""
     for variable in CHOSEN_BY if name == AUTO else ():
-        value = env.get(variable, "").partition(":")[0]
+        value, colon, index = env.get(variable, "").partition(":")
         if value and (value in DEVICES or value in INSTALLED):
             return value
         if value and value != AUTO and variable == CHOSEN_BY[0]:
-            known = ", ".join([AUTO, *table()])
-            raise DeviceError(f"{value!r} is not a device", where=variable, fix=f"one of: {known}")
+            fix = f"one of: {', '.join([AUTO, *table()])}"
+            if value.lower() in _MEANT:
+                fix = f"did you mean {_MEANT[value.lower()]}{colon}{index}?"
+            raise DeviceError(f"{value!r} is not a device", where=variable, fix=fix)
     return name
 
 
@@ -185,7 +202,11 @@ def named_one(name: str, env: Mapping[str, str]) -> tuple[str, ...]:
     listed = next((env[variable] for variable in entry_of(name, env).variables if env.get(variable)), "")
     visible = ["".join(item.split()) for item in listed.split(",") if item.strip()]
     if not index.isdecimal() or (visible and int(index) >= len(visible)):
-        what = f"{value!r} names none of the {len(visible)} visible devices" if visible else f"{value!r} has no number"
+        what = (
+            f"{value!r} is not among {counted(len(visible), 'visible device')}"
+            if visible
+            else f"{value!r} has no number"
+        )
         raise DeviceError(what, where=CHOSEN_BY[0], fix="a number from 0 on behind the colon, such as npu:0")
     return (visible[int(index)] if visible else index,)
 

@@ -9,6 +9,7 @@ import warnings
 from typing import ClassVar
 
 from erniekit.devices.base import Device
+from erniekit.printable import counted
 
 EVIDENCE = "runs in every test"
 
@@ -42,4 +43,4 @@ def make() -> Device:
     # A CPU without bf16 instructions prints a C++ backtrace at the first product; the result is right.
     warnings.filterwarnings("ignore", message=r"(?s).*mkldnn_matmul")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
-    return CpuDevice(name=f"CPU, {os.cpu_count()} cores", type="cpu", total_memory=memory)
+    return CpuDevice(name=f"CPU, {counted(os.cpu_count() or 1, 'core')}", type="cpu", total_memory=memory)

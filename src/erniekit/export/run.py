@@ -47,6 +47,7 @@ from erniekit.lora.merge import WeightUpdate, merged_in_fp32, row_updates
 from erniekit.lora.score_head import head_on
 from erniekit.models.names import Entry
 from erniekit.models.score_head import labels_in
+from erniekit.printable import counted
 from erniekit.result import RunResult
 from erniekit.weight_kinds import BF16
 
@@ -276,7 +277,7 @@ class _Watched(ModelFolder):
         found = [(name, bad, of) for name, (bad, of) in self._not_finite.items() if bad]
         lines = [f"{name} holds {bad:,} of {of:,} values that are NaN or infinite" for name, bad, of in found[:SHOWN]]
         more = len(found) - SHOWN
-        return lines + ([f"so do {more:,} more tensors"] if more > 0 else [])
+        return lines + ([f"and so {counted(more, 'more tensor does', 'more tensors do')}"] if more > 0 else [])
 
     def fill(self, entry: Entry, out: torch.Tensor, first: int = 0) -> None:
         before = self.slices().bytes_read
@@ -334,7 +335,8 @@ def _show_result(
     for line in source.not_finite():
         warn(f"{line}, in {source.path} as in the export")
     for adapter in adapters:
-        emit(f"merged   {len(adapter.updates)} projections of {adapter.where} into {merge.source.path}, in fp32")
+        changed = counted(len(adapter.updates), "projection")
+        emit(f"merged   {changed} of {adapter.where} into {merge.source.path}, in fp32")
     rounded = merge.grid != BF16
     if rounded:
         emit(f"rounded  merged weights to what {merge.grid} keeps: {merge.lost():.0%} of the update's size is lost")
@@ -353,4 +355,4 @@ def _show_result(
     shards = [*out.glob("model*.safetensors"), *out.glob("model*.gguf")]
     size = sum(f.stat().st_size for f in shards)
     shown = f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
-    emit(f"saved    {out} ({what}, {len(shards)} file{'s' if len(shards) > 1 else ''}, {shown})")
+    emit(f"saved    {out} ({what}, {counted(len(shards), 'file')}, {shown})")

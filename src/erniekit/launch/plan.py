@@ -15,6 +15,7 @@ from pathlib import Path
 from erniekit.config import RunConfig
 from erniekit.devices import AUTO, entry_of, named_one
 from erniekit.errors import ConfigError, DeviceError
+from erniekit.printable import counted
 
 DEFAULT_PORT = 8080
 DEFAULT_LOGS = "erniekit_dist_log"
@@ -114,14 +115,14 @@ def _processes(cfg: RunConfig, env: Mapping[str, str]) -> int:
     there = entry.count_visible(env)
     if there > 1:  # then torch counts them, which is imported next anyway
         import_torch()
-        counted = entry.load().count()
+        found = entry.load().count()
         # A named vendor that is absent is reported by the ranks; what is planned is what the variable lists.
-        there = there if not counted and device not in (AUTO, "gpu") else min(there, counted)
+        there = there if not found and device not in (AUTO, "gpu") else min(there, found)
     each = cfg.launch.ranks_per_device
     if there and nproc and nproc > there * each:
         shared = f" for {each} ranks each" if each > 1 else ""
         raise DeviceError(
-            f"nproc_per_node is {nproc} and {there} devices are visible here{shared}",
+            f"nproc_per_node is {nproc} and {counted(there, 'device is', 'devices are')} visible here{shared}",
             where=cfg.origin("nproc_per_node"),
             fix=f"nproc_per_node={there * each}, or device=cpu; to try a layout, ranks_per_device={-(-nproc // there)} "
             "lets ranks share a device: they take turns and communicate over sockets: speed is not representative",

@@ -18,6 +18,7 @@ from erniekit.lora.projections import Projection, config_of, projections, short_
 from erniekit.lora.settings import LoRASettings
 from erniekit.lora_scale import alpha_of
 from erniekit.models.score_head import WEIGHT as SCORE
+from erniekit.printable import counted
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def load_adapter(model: nn.Module, adapter: Adapter, under: str = "") -> None:
     if present:
         extra = sorted({part for _, part, _ in present})
         raise CheckpointError(
-            f"the adapter also has {len(present)} projections this run does not adapt: {', '.join(extra)}",
+            f"the adapter also has {counted(len(present), 'projection')} this run does not adapt: {', '.join(extra)}",
             where=adapter.where,
             fix=f"set lora_target_modules to what it was trained with: {' '.join(_parts(adapter))}",
         )
@@ -216,7 +217,7 @@ def places(model: nn.Module, adapter: Adapter) -> dict[Projection, LowRank]:
     strange = [name for name in adapter.updates if name not in by_name]
     if strange:
         raise CheckpointError(
-            f"{len(strange)} adapted layers are not in this model, e.g. {strange[0]}",
+            f"{counted(len(strange), 'adapted layer is', 'adapted layers are')} not in this model, e.g. {strange[0]}",
             where=adapter.where,
             fix="the adapter belongs to another base model" + (f": {adapter.base}" if adapter.base else ""),
         )
@@ -242,7 +243,7 @@ def _check_head(model: nn.Module, adapter: Adapter) -> None:
         return
     classes, hidden = len(config_of(model).labels), config_of(model).hidden_size
     if tuple(adapter.head.shape) != (classes, hidden):
-        has = f"a score head of {classes} classes" if classes else "no score head"
+        has = f"a score head of {counted(classes, 'class', 'classes')}" if classes else "no score head"
         raise CheckpointError(
             f"the adapter has a score head {list(adapter.head.shape)}; this model, {hidden} wide, has {has}",
             where=adapter.where,

@@ -23,6 +23,7 @@ from erniekit.lora.settings import LoRASettings
 from erniekit.lora_scale import alpha_of
 from erniekit.models import MODELS
 from erniekit.models.names import Entry
+from erniekit.printable import counted
 
 CONFIG = "lora_config.json"
 WEIGHTS, INDEX = "peft_model-00001-of-00001.safetensors", "peft_model.safetensors.index.json"
@@ -217,7 +218,8 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
         missing = sorted(name for name in named if not has_file(folder, name))
         if missing:
             raise CheckpointError(
-                f"{len(missing)} files named in the index are missing: {', '.join(missing[:3])}",
+                counted(len(missing), "file named in the index is missing", "files named in the index are missing")
+                + f": {', '.join(missing[:3])}",
                 where=str(folder / INDEX),
                 fix="copy the files of the other nodes here",
             )

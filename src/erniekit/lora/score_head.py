@@ -19,6 +19,7 @@ from erniekit.checkpoint.slices import TensorFiles
 from erniekit.errors import CheckpointError
 from erniekit.files.listed import has_file
 from erniekit.models import score_head
+from erniekit.printable import counted
 
 FILE = "score_head.json"  # names of the classes: PEFT's files have no place for them
 KEY = "base_model.model." + score_head.WEIGHT
@@ -46,7 +47,7 @@ def classes_of(adapter: Path) -> tuple[str, ...]:
     labels = score_head.labels_in(kind, str(adapter / FILE if named is not None else adapter / WEIGHTS))
     if len(labels) != rows:
         raise CheckpointError(
-            f"{FILE} names {len(labels)} classes; the adapter's score head has {rows}",
+            f"{FILE} names {counted(len(labels), 'class', 'classes')}; the adapter's score head has {rows}",
             where=str(adapter),
             fix="the files are of different adapters: download or copy it again",
         )

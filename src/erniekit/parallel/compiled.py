@@ -61,6 +61,12 @@ def _over_rows(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def is_of_compiler(error: BaseException) -> bool:
+    """Whether torch's compiler raised it, or programs that it starts did not end well. By name: importing the compiler
+    takes seconds, and where it was not imported there is no such error."""
+    return any(kind.__module__.startswith(("torch._inductor", "torch._dynamo")) for kind in type(error).__mro__)
+
+
 _eager = False
 
 

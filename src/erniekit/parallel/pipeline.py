@@ -91,7 +91,7 @@ class Pipeline:
     def _check(self, micro_batches: int) -> None:
         if self.stages_each > 1 and micro_batches % self.ranks:
             raise PlanError(
-                f"{micro_batches} micro-batches do not divide over {self.ranks} pipeline ranks",
+                f"a step's micro-batches ({micro_batches}) do not divide over {self.ranks} pipeline ranks",
                 where="gradient_accumulation_steps, virtual_pp_degree",
                 fix=f"make gradient_accumulation_steps a multiple of {self.ranks}",
             )

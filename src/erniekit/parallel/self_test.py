@@ -24,6 +24,7 @@ from erniekit.parallel.collectives import gather_from, scatter_sum, sum_from
 from erniekit.parallel.fsdp import shard_options
 from erniekit.parallel.islands import ACROSS
 from erniekit.parallel.mesh import AXES, CONFIG_KEYS, World
+from erniekit.printable import counted
 
 ANSWER = timedelta(seconds=60)  # for one exchange of a few numbers; ranks may still be importing
 ROUNDING = 1e-3  # a mean over three ranks is not exact
@@ -46,7 +47,7 @@ def check_collectives(
         found = world.gather(problem)
         wrong = [f"rank {rank}: {each}" for rank, each in enumerate(found) if each is not None]
         if wrong:
-            more = f" (and {len(wrong) - 1} more ranks)" if len(wrong) > 1 else ""
+            more = f" (and {counted(len(wrong) - 1, 'more rank')})" if len(wrong) > 1 else ""
             raise DeviceError(
                 f"{what} does not work with torch {torch.__version__} and {device.backend}: {wrong[0]}{more}",
                 where=key,

@@ -18,6 +18,7 @@ from erniekit.devices.islands import island_of_rank, parse_islands
 from erniekit.errors import DeviceError, ErnieKitError, PlanError
 from erniekit.parallel.islands import ACROSS, Islands, check_islands
 from erniekit.parallel.mesh import Layout, World, fit
+from erniekit.printable import counted
 
 if TYPE_CHECKING:
     from erniekit.devices.base import Device
@@ -68,7 +69,7 @@ def _stage_cuts(method: tuple[str, ...], pp: int, virtual: int) -> tuple[int, ..
     bounds = [int(n) for n in numbers]
     if len(bounds) != pp * virtual + 1:
         raise PlanError(
-            f"pp_seg_method has {len(bounds) - 1} stages, the pipeline {pp * virtual}",
+            f"pp_seg_method has {counted(len(bounds) - 1, 'stage')}, the pipeline {pp * virtual}",
             where="pp_seg_method, pipeline_parallel_degree",
             fix=f"give {pp * virtual + 1} bounds, or leave pp_seg_method out for even stages",
         )
@@ -80,10 +81,10 @@ def check_model(layout: Layout, num_layers: int, experts: int = 0) -> Layout:
     stages = layout.pp * layout.virtual_stages
     if stages > num_layers:
         raise PlanError(
-            f"pipeline_parallel_degree={layout.pp} x {layout.virtual_stages} stages a rank needs {stages} layers or "
-            f"more; this model has {num_layers}",
+            f"pipeline_parallel_degree={layout.pp} x {counted(layout.virtual_stages, 'stage')} a rank needs {stages} "
+            f"layers or more; this model has {num_layers}",
             where="pipeline_parallel_degree, virtual_pp_degree",
-            fix=f"use {num_layers} stages or fewer",
+            fix=f"use {counted(num_layers, 'stage')} or fewer",
         )
     bounds = [0, *layout.stage_cuts, num_layers]
     if layout.stage_cuts and any(b <= a for a, b in pairwise(bounds)):
@@ -156,7 +157,9 @@ def check_ranks_of_islands(islands: Sequence[str], size: int) -> None:
     named = sum(island.ranks for island in parse_islands(islands))
     if islands and size > 1 and named != size:
         raise PlanError(
-            f"islands names {named} ranks, and {size} are started", where="islands", fix="make the two the same"
+            f"islands names {counted(named, 'rank')}, and {size} are started",
+            where="islands",
+            fix="make the two the same",
         )
 
 

@@ -61,10 +61,10 @@ def evaluate(job: Job, layout: Layout, place: Site, exact: bool = False) -> Cand
     Otherwise what a search compares: of the ranks that may be the fullest, its pipeline estimated."""
     micro_batches = job.micro_batches(layout)
     if not micro_batches:
-        what = f"{job.packs} packs a step do not divide over {layout.data_ranks} data ranks of {job.rows}"
+        what = f"a step's packs ({job.packs}) do not divide over data ranks ({layout.data_ranks} of {job.rows})"
         return Candidate(layout, 0, what, "batch")
     if layout.virtual_stages > 1 and micro_batches % layout.pp:
-        what = f"{micro_batches} micro-batches do not divide over {layout.pp} pipeline ranks"
+        what = f"a step's micro-batches ({micro_batches}) do not divide over {layout.pp} pipeline ranks"
         return Candidate(layout, micro_batches, what, "batch")
     if job.length % layout.length_multiple:
         what = f"rows of {job.length} tokens do not divide by {layout.length_multiple}"

@@ -59,7 +59,7 @@ def across(job: Job, cluster: Cluster, places: Sequence[Site]) -> Ranking:
                 nearest = made
     ranked.sort(key=lambda one: -one.tokens)
     if not tried:
-        why = f"{job.packs} packs a step divide over no stage of these islands"
+        why = f"a step's packs ({job.packs}) divide over no stage of these islands"
         return Ranking([], None, {"any": (0, why)}, 0)
     return Ranking(ranked, nearest, failed, tried)
 

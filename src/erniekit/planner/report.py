@@ -9,6 +9,7 @@ from erniekit.planner.cards import CardRates
 from erniekit.planner.evaluate import Candidate
 from erniekit.planner.memory import GIB
 from erniekit.planner.search import Ranking
+from erniekit.printable import counted
 
 SHOWN = 8
 FAMILIES = 8
@@ -53,9 +54,9 @@ def bytes_table(one: Candidate) -> list[str]:
 
 
 def rejected(found: Ranking, shown: int = FAMILIES) -> list[str]:
-    out = [f"{name}: {count} layouts; {why}" for name, (count, why) in list(found.failed.items())[:shown]]
+    out = [f"{name}: {counted(count, 'layout')}; {why}" for name, (count, why) in list(found.failed.items())[:shown]]
     more = len(found.failed) - shown
-    return out + ([f"and {more} more kinds"] if more > 0 else [])
+    return out + ([f"and {counted(more, 'more kind')}"] if more > 0 else [])
 
 
 def sources(rates: CardRates) -> str:

@@ -117,9 +117,7 @@ def search(job: Job, place: Site, ranks: int, shown: int = 0) -> Ranking:
 
 
 def batch_problem(job: Job, ranks: int) -> str:
-    return (
-        f"{job.packs} packs a step, {job.rows} in a micro-batch, divide over no number of data ranks that {ranks} has"
-    )
+    return f"a step's packs ({job.packs}, {job.rows} in a micro-batch) divide over no number of data ranks of {ranks}"
 
 
 def family(layout: Layout) -> str:

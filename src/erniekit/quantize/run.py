@@ -26,6 +26,7 @@ from erniekit.errors import CheckpointError
 from erniekit.export.target import QUANTIZE, check_replaceable, check_target, one_export
 from erniekit.export.verify import default_ids, same_tensors
 from erniekit.files.tokenizer_names import TOKENIZER_FILES
+from erniekit.printable import counted
 from erniekit.quant_schemes import QuantRecipe
 from erniekit.quantize.file_parts import Parts, weight_from
 from erniekit.quantize.fp8_static import served
@@ -193,8 +194,9 @@ class _Quantisation:
 
     def _measured_on(self) -> str:
         if self.job.measuring:
-            return f"{_documents(self.job.measuring)} evaluation rows"
-        return f"the {_documents(self.job.calibrating)} calibration rows themselves; eval_dataset_path names others"
+            return counted(_documents(self.job.measuring), "evaluation row")
+        calibrated = counted(_documents(self.job.calibrating), "calibration row itself", "calibration rows themselves")
+        return f"the {calibrated}; eval_dataset_path names others"
 
     def _prove(self, folder: Path, layers: Sequence[dict[str, Any]]) -> None:
         """Every weight reads as it was calibrated, every other tensor as in the source; then a probe for later."""

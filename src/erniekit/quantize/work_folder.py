@@ -21,6 +21,7 @@ from erniekit.checkpoint.shards import write_shards
 from erniekit.errors import CheckpointError
 from erniekit.files.record import NotOurs, some
 from erniekit.log import emit
+from erniekit.printable import counted
 
 STEM = "weights"
 _LAYER = re.compile(r"layer-\d{5}")
@@ -56,7 +57,7 @@ class WorkFolder:
             if int(left.name.removeprefix("layer-")) >= done:
                 self._discard(left)
         if done:
-            emit(f"resumed  {done} layers are done already ({self.path})")
+            emit(f"resumed  {counted(done, 'layer is', 'layers are')} done already ({self.path})")
         return done
 
     def save(self, number: int, parts: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from erniekit.printable import counted
+
 TRAIN_DATA = "train data (content and shares)"
 EVAL_DATA = "evaluation data"
 MODEL_CONFIG = "model's config.json"
@@ -36,7 +38,7 @@ def _line(key: str, saved: Any, now: Any, files: Sequence[str]) -> str:
 
 def _data(saved: Sequence[str], now: Sequence[str], files: Sequence[str]) -> str:
     if len(saved) != len(now):
-        return f"{len(saved)} data set{'s' if len(saved) != 1 else ''} then, {len(now)} now"
+        return f"{counted(len(saved), 'data set')} then, {len(now)} now"
     if sorted(saved) == sorted(now):
         return "the same files in another order"
     at = [i for i, (old, new) in enumerate(zip(saved, now)) if old != new]

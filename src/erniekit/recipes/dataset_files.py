@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from erniekit.config import RunConfig
 from erniekit.data.storage import DatasetFile, HubDataset, is_remote, listed_files, located
 from erniekit.errors import ConfigError
+from erniekit.printable import counted
 
 
 def dataset_files(cfg: RunConfig, which: str) -> tuple[list[DatasetFile], list[str | None]]:
@@ -18,7 +19,7 @@ def dataset_files(cfg: RunConfig, which: str) -> tuple[list[DatasetFile], list[s
     paths, formats = cfg[f"{which}_dataset_path"], cfg[f"{which}_dataset_type"]
     if formats and len(formats) != len(paths):
         raise ConfigError(
-            f"{len(paths)} files but {len(formats)} formats",
+            f"{counted(len(paths), 'file')} but {counted(len(formats), 'format')}",
             where=f"{which}_dataset_path, {which}_dataset_type",
             fix="give one format for each file, or none: they are detected",
         )

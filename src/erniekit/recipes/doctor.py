@@ -29,6 +29,7 @@ from erniekit.optim.in_backward import looked_at, seen_gradients
 from erniekit.parallel.compiled import eager
 from erniekit.parallel.gradients import local
 from erniekit.parallel.sharding_table import plain
+from erniekit.printable import counted
 from erniekit.recipes import device_report, held_back, own_loss, run_summary, stage_of
 from erniekit.recipes.build import build
 from erniekit.recipes.built import Built
@@ -244,10 +245,10 @@ def gradients(
     return Check(
         "gradients",
         not silent,
-        f"gradients reach all {count - len(single)} trainable tensors"
+        f"gradients reach all {counted(count - len(single), 'trainable tensor')}"
         + (f" ({len(single)} more are of routers with one expert, which have nothing to learn)" if single else "")
         if not silent
-        else f"{len(silent)} of {count} trainable tensors get no gradient, e.g. {silent[0]}",
+        else f"{len(silent)} of {counted(count, 'trainable tensor')} without a gradient, e.g. {silent[0]}",
         "those weights would not be trained: check lora_target_modules and the first rows of the data",
     )
 
@@ -314,9 +315,9 @@ def disk(cfg: RunConfig, built: Built, optimizer: AdamW) -> Check:
     return Check(
         "disk",
         free > one * 1.1,
-        f"{kept} checkpoints of {one / 1e9:.2g} GB fit the disk"
+        f"the disk has room for {counted(kept, 'checkpoint')} of {one / 1e9:.2g} GB"
         if free > need
-        else f"room for {int(free / max(1, one * 1.1))} checkpoints of {one / 1e9:.2g} GB",
+        else f"room for {counted(int(free / max(1, one * 1.1)), 'checkpoint')} of {one / 1e9:.2g} GB",
         "free some disk, choose another output_dir, or set ignore_save_lr_and_optim: True",
     )
 

@@ -21,6 +21,7 @@ from erniekit.lora.adapters_off import adapters_off
 from erniekit.parallel.engine import Engine
 from erniekit.parallel.mesh import World
 from erniekit.parallel.step_metrics import StepMetrics
+from erniekit.printable import counted
 from erniekit.recipes import own_loss, stage_of
 from erniekit.recipes.eval_folder import results_folder, what_to_evaluate, write_evaluation
 from erniekit.recipes.expert_layers import ignore_bias
@@ -113,12 +114,15 @@ def reference_for(
 def summary_of(metrics: dict[str, float]) -> str:
     loss = f"eval_loss {metrics['eval_loss']:.4f}"
     if "eval_accuracy" in metrics:
-        return f"{loss}, {metrics['eval_accuracy']:.1%} of {metrics['eval_rows']:,.0f} rows classified right"
+        return (
+            f"{loss}, {metrics['eval_accuracy']:.1%} of {counted(round(metrics['eval_rows']), 'row')} classified right"
+        )
     if "eval_answers" in metrics:
         right, count = metrics["eval_rewards/accuracies"], metrics["eval_answers"]
-        return f"{loss}, {right:.1%} of {count:,.0f} answers judged right, KL {metrics['eval_kl']:.4g}"
+        return f"{loss}, {right:.1%} of {counted(round(count), 'answer')} judged right, KL {metrics['eval_kl']:.4g}"
     if "eval_pairs" in metrics:
         right, margin = metrics["eval_rewards/accuracies"], metrics["eval_rewards/margins"]
-        return f"{loss}, {right:.1%} of {metrics['eval_pairs']:,.0f} pairs preferred right, reward margin {margin:.4g}"
+        pairs = counted(round(metrics["eval_pairs"]), "pair")
+        return f"{loss}, {right:.1%} of {pairs} preferred right, reward margin {margin:.4g}"
     perplexity = f", eval_ppl {metrics['eval_ppl']:.4g}" if "eval_ppl" in metrics else ""
     return f"{loss}{perplexity} on {metrics['eval_tokens']:,.0f} tokens"

@@ -15,6 +15,7 @@ from erniekit.loss_table import PREFERENCE_KEYS
 from erniekit.losses.moe_balance import RouterLossWeights
 from erniekit.models.config import DecoderConfig
 from erniekit.models.layers.modal import OF_VISION
+from erniekit.printable import counted
 
 if TYPE_CHECKING:
     from erniekit.checkpoint.model_folder import ModelFolder
@@ -61,8 +62,9 @@ def _mtp_layers(cfg: RunConfig, folder: ModelFolder) -> int:
     if from_nothing and cfg.given("num_nextn_predict_layers"):
         return wanted
     if wanted and wanted != held:
+        has = counted(held, "layer that predicts", "layers that predict") if held else "no layers that predict"
         raise ConfigError(
-            f"num_nextn_predict_layers is {wanted}, this model has {held or 'no'} layers that predict further tokens",
+            f"num_nextn_predict_layers is {wanted}, this model has {has} further tokens",
             where=f"num_nextn_predict_layers, {folder.path}",
             fix=f"set it to {held} to train those" + (", or 0 to leave them as they are" if held else ""),
         )

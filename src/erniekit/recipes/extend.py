@@ -9,6 +9,7 @@ from __future__ import annotations
 from erniekit.config import RunConfig
 from erniekit.errors import ConfigError
 from erniekit.log import emit
+from erniekit.printable import counted
 from erniekit.recipes.schedule import make_schedule
 
 
@@ -24,14 +25,16 @@ def same_so_far(cfg: RunConfig, then: int, now: int, step: int) -> bool:
 def check(cfg: RunConfig, name: str, then: int, now: int, step: int) -> None:
     """`name` is a checkpoint at `step` of a run of `then` steps; `now` are requested."""
     if same_so_far(cfg, then, now, step):
-        emit(f"extend   {then} -> {now} steps; learning rates and data so far are those of one run of {now} steps")
+        steps = counted(now, "step")
+        emit(f"extend   {then:,} -> {steps}; learning rates and data so far are those of one run of {steps}")
         return
     changed = change(cfg, then, now, step)
     if cfg.checkpoint.extend_run:
-        emit(f"extend   {then} -> {now} steps, as set by extend_run: {changed}")
+        emit(f"extend   {then:,} -> {counted(now, 'step')}, as set by extend_run: {changed}")
         return
     raise ConfigError(
-        f"{name} is of a run of {then} steps; with {now} its learning rate would have been another from the start",
+        f"{name} is of a run of {counted(then, 'step')}; with {now:,} its learning rate would have been another from "
+        "the start",
         where=f"max_steps, num_train_epochs: {changed}",
         fix="set extend_run: True to continue with it, or start again in another output_dir",
     )

@@ -26,6 +26,7 @@ from erniekit.data.unpaired import UnpairedSample
 from erniekit.files import own, settle
 from erniekit.lora.inject import inject
 from erniekit.parallel.sharding_table import plain
+from erniekit.printable import counted
 from erniekit.recipes.built import Built
 from erniekit.recipes.datasets import TrainData
 from erniekit.track import Trackers
@@ -81,7 +82,7 @@ class GenerationEval:
                 fields = (f"{name} {_short(value)!r}" for name, value in asdict(sample).items())
                 self.trackers.event(step, "sample", ", ".join(fields))
             self.trackers.event(
-                step, "generated", f"{len(samples)} answers, {right} equal the reference; all in {FILE}"
+                step, "generated", f"{counted(len(samples), 'answer')}, {right} equal the reference; all in {FILE}"
             )
         count = max(1, len(samples))
         return {

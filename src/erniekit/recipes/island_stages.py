@@ -21,6 +21,7 @@ from erniekit.models.config import DecoderConfig
 from erniekit.parallel.mesh import Layout, World
 from erniekit.planner.island_split import fitted
 from erniekit.planner.memory import GIB
+from erniekit.printable import counted
 
 MEASURED_S = 0.5  # of products, after a first one
 TOKENS = 1024
@@ -52,8 +53,8 @@ def cut(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -> L
     for s, (count, taken) in enumerate(zip(counts, found, strict=True)):
         share = speeds[s] / max(speeds)
         emit(
-            f"stage {s}  {count} layers on {islands.stage_wires(layout)[s]} (speed {share:.2f} of the fastest, {how}; "
-            f"about {taken.total / GIB:.1f} GiB a rank)"
+            f"stage {s}  {counted(count, 'layer')} on {islands.stage_wires(layout)[s]} (speed {share:.2f} of the "
+            f"fastest, {how}; about {taken.total / GIB:.1f} GiB a rank)"
         )
     return replace(layout, stage_cuts=tuple(accumulate(counts))[:-1])
 

@@ -34,6 +34,7 @@ from erniekit.models.vision_parts import FREEZE_RESAMPLER, FREEZE_VISION
 from erniekit.parallel.mesh import World
 from erniekit.planner.activations import Kernels
 from erniekit.planner.memory import USABLE, Held, Work, fewest_recomputed, layers_of, recomputing, step_bytes
+from erniekit.printable import counted
 from erniekit.recipes import trained_weights
 from erniekit.recipes.other_models import other_model_bytes
 from erniekit.weight_kinds import BF16, multiplied_in_fp8
@@ -189,7 +190,7 @@ def host_layers(cfg: RunConfig, device: Device, world: World, model: DecoderConf
         return
     count, reason = min(requested or 0, model.num_layers), ""
     if requested and requested > count:
-        yield Note("frozen_layers_in_host", requested, count, f"the model has {count} layers")
+        yield Note("frozen_layers_in_host", requested, count, f"the model has {counted(count, 'layer')}")
     limit = limit_of(cfg, device) if device.counts_memory or cfg.memory.memory_limit else 0.0
     if requested is None and limit and world.size == 1:
         sizes = [packed_bytes(model, layer, base) for layer in range(model.num_layers)]

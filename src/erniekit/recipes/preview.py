@@ -34,6 +34,7 @@ from erniekit.data.unpaired_source import unpaired_rows
 from erniekit.flag_parser import FlagParser
 from erniekit.log import colour_on, emit, paint
 from erniekit.loss_table import PREFERENCE_KEYS
+from erniekit.printable import counted
 
 READ, TRAINED, REJECTED = 0, 1, 2  # what a token is to the loss; the last: of the answer that a pair rejects
 MOST_TOKENS = 2000  # shown of a row
@@ -305,4 +306,4 @@ def lines(told: dict[str, Any]) -> Iterable[str]:
         yield "  " + text.replace("\n", "\n  ")
         if row.get("unused"):
             yield "  fields not used: " + ", ".join(f"`{name}`" for name in row["unused"])
-    yield f"{told['total']:,} rows, {told['format']}" if told["total"] else told["format"]
+    yield f"{counted(told['total'], 'row')}, {told['format']}" if told["total"] else told["format"]

@@ -18,6 +18,7 @@ from erniekit.export.source import find_source
 from erniekit.export.target import QUANTIZE, check_target
 from erniekit.log import emit, paint, typed, warn
 from erniekit.models.score_head import refuse as refuse_score_head
+from erniekit.printable import counted
 from erniekit.quant_schemes import QUANT_RECIPES, QuantRecipe
 from erniekit.quantize.fit import fitted, require_plain
 from erniekit.quantize.layer_weights import Method
@@ -165,9 +166,9 @@ def _print_result(facts: dict[str, Any], out: Path) -> dict[str, float]:
             f"{quality['kl']:.4g} nats a token (on {quality['measured_on']})"
         )
     for row in facts["starved"][:4]:
-        warn(f"expert {row['expert']} of layer {row['layer']} was calibrated on {row['used']} tokens only")
+        warn(f"expert {row['expert']} of layer {row['layer']} was calibrated on {counted(row['used'], 'token')} only")
     if len(facts["starved"]) > 4:
-        warn(f"and {len(facts['starved']) - 4} experts more: {HTML} names them; give more calibration_rows")
+        warn(f"and {counted(len(facts['starved']) - 4, 'expert')} more: {HTML} names them; give more calibration_rows")
     emit(f"saved    {out} ({_size(after)}, {after / before:.0%} of {_size(before)})")
     emit(f"report   {out / HTML}")
     emit(paint(f"next     {typed('chat', out)}", "bold"))

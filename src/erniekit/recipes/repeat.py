@@ -24,7 +24,7 @@ from erniekit.data.report import DataReport
 from erniekit.files import own, settle
 from erniekit.files.record import NotOurs
 from erniekit.log import emit, without_secrets
-from erniekit.printable import plain
+from erniekit.printable import counted, plain
 from erniekit.track import runfile
 from erniekit.track.atomic import write_text
 from erniekit.version import __version__
@@ -73,7 +73,8 @@ def changed_data(cfg: RunConfig, reports: Sequence[DataReport]) -> list[str]:
         for report in reports:
             then = before.get(str(Path(report.file).absolute()), {})
             if report.content and then.get("content") not in (None, "", report.content):
-                was, now = f"{then.get('rows')} rows ({then['content'][:8]})", f"{report.rows} ({report.content[:8]})"
+                was = f"{counted(int(then.get('rows') or 0), 'row')} ({then['content'][:8]})"
+                now = f"{report.rows:,} ({report.content[:8]})"
                 lines.append(f"{report.file} has changed since {folder} was trained on it: {was} then, {now} now")
     return lines
 

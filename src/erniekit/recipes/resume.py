@@ -22,6 +22,7 @@ from erniekit.data import cache_versions
 from erniekit.errors import CheckpointError, ConfigError
 from erniekit.log import emit, warn
 from erniekit.parallel.mesh import World
+from erniekit.printable import counted
 from erniekit.recipes import extend
 from erniekit.recipes.changes import BASE, MODEL_CONFIG, TRAIN_DATA, describe_changes
 from erniekit.recipes.datasets import TrainData
@@ -204,7 +205,8 @@ def roll_back(saver: Saver, state: TrainState, disks: Disks) -> None:
     point = same_everywhere(saver.manager.latest_good, saver.world, disks)
     if point is None:
         raise CheckpointError(
-            f"{state.bad_in_a_row} steps in a row gave a loss that is not a number, and there is no checkpoint yet",
+            f"{counted(state.bad_in_a_row, 'step')} in a row gave a loss that is not a number, and there is no "
+            "checkpoint yet",
             where=f"step {state.step}",
             fix="lower learning_rate, look at the data, or train in fp32 (compute_type: fp32)",
         )

@@ -18,7 +18,7 @@ from erniekit.kernels.packed_attention import faster_attention
 from erniekit.kernels.selection import Choice
 from erniekit.log import emit
 from erniekit.lora.coverage import coverage, coverage_table
-from erniekit.printable import counted
+from erniekit.printable import counted, every
 from erniekit.recipes import kernel_table, repeat, trained_weights
 from erniekit.recipes.built import Built
 from erniekit.recipes.check import Check
@@ -50,7 +50,7 @@ def show_plan(plan: RunPlan) -> None:
     weights = f"{short(c.parameters())} weights"
     if c.moe is not None:
         weights += f", {short(c.active_parameters())} of them used per token"
-    emit(f"model    {folder.path} ({c.family}, {weights}, {c.num_layers} layers, {layout} layout)")
+    emit(f"model    {folder.path} ({c.family}, {weights}, {counted(c.num_layers, 'layer')}, {layout} layout)")
     if world.size > 1:
         emit(f"layout   {world.size} ranks: {world.layout.describe()}")
     notes = [note for note in cfg.notes if not note.quiet]
@@ -90,9 +90,15 @@ def show_data(data: TrainData) -> None:
 
 def show_saves(cfg: RunConfig, data: TrainData) -> None:
     minutes = minutes_between_saves(cfg)
-    when = [f"every {data.save_every:,} steps"] if 0 < data.save_every < data.max_steps else []
-    when += [f"every {minutes:g} minutes (save_minutes)"] if minutes else []
+    when = [every(data.save_every, "step")] if 0 < data.save_every < data.max_steps else []
+    when += [f"{every(minutes, 'minute')} (save_minutes)"] if minutes else []
     emit(f"saves    {', '.join([*when, 'at the end'])}")
+
+
+def show_compiling(cfg: RunConfig, steps: int) -> None:
+    """steps: that are left. Where there are none nothing is compiled."""
+    if cfg.model.compile and steps > 0:
+        emit("compile  layers are compiled in the first step: it can take a minute or more")
 
 
 def show_coverage(built: Built) -> list[Any]:

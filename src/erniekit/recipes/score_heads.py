@@ -13,6 +13,7 @@ from erniekit.config import RunConfig
 from erniekit.errors import ConfigError
 from erniekit.loss_table import SCORE_KEYS
 from erniekit.models.score_head import changes, labels_in, refuse
+from erniekit.printable import counted
 
 REWARD = ("LABEL_0",)  # transformers' name of an only class
 ASSUMED = ("LABEL_0", "LABEL_1")
@@ -36,8 +37,8 @@ def head_changes(cfg: RunConfig, folder: Path) -> dict[str, Any]:
     if held and held != wanted:
         whose = "model" if held is own else "adapter"
         raise ConfigError(
-            f"the {whose}'s score head has {len(held)} classes ({', '.join(held[:4])}), this run {len(wanted)} "
-            f"({', '.join(wanted[:4])})",
+            f"the {whose}'s score head has {counted(len(held), 'class', 'classes')} ({', '.join(held[:4])}), "
+            f"this run {len(wanted)} ({', '.join(wanted[:4])})",
             where=where if held is own else cfg.lora.lora_path[0],
             fix="class_labels with those classes in their order, or start from a language model",
         )

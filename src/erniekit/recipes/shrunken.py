@@ -25,6 +25,7 @@ from erniekit.errors import ConfigError, PlanError
 from erniekit.log import emit
 from erniekit.models import MODELS
 from erniekit.models.init import init_weights
+from erniekit.printable import counted
 from erniekit.recipes.planning import raw_shape
 
 STEPS, LENGTH, LAYERS = 2, 256, 6
@@ -51,7 +52,8 @@ def smaller(degrees: dict[str, int], most: int) -> dict[str, int]:
         largest = max(out, key=lambda name: out[name])
         if out[largest] <= 2:
             raise PlanError(
-                f"a layout spread over {sum(n > 1 for n in out.values())} axes needs {math.prod(out.values())} ranks",
+                f"a layout spread over {counted(sum(n > 1 for n in out.values()), 'axis', 'axes')} needs "
+                f"{math.prod(out.values())} ranks",
                 where=f"--shrunken {most}",
                 fix=f"--shrunken {math.prod(out.values())}",
             )
@@ -177,7 +179,7 @@ def train_shrunken(cfg: RunConfig, arguments: list[str], most: int) -> int:
             keys["teacher_model_name_or_path"] = folder / "model"
         typed = [*arguments, *(f"{name}={value}" for name, value in keys.items())]
         typed += [f"nproc_per_node={ranks}", f"log_dir={folder / 'log'}"]
-        emit(f"rehearse shrunken: {ranks} real ranks train {STEPS} steps")
+        emit(f"rehearse shrunken: {counted(STEPS, 'step')} of training on {counted(ranks, 'real rank')}")
         env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         code = subprocess.run([sys.executable, "-m", "erniekit", "train", *typed], env=env, check=False).returncode
     emit("result   it trains" if code == 0 else f"result   it stopped with exit code {code}: see above")

@@ -17,6 +17,7 @@ from erniekit.models.config import DecoderConfig
 from erniekit.models.trained_names import set_trained
 from erniekit.models.vision_parts import freeze
 from erniekit.optim.muon_names import by_muon
+from erniekit.printable import counted
 from erniekit.recipes.expert_settings import mtp_tokens
 
 
@@ -65,5 +66,5 @@ def described(cfg: RunConfig, model: nn.Module) -> str:
         for key, given in (("train_only", cfg.tuning.train_only), ("freeze", cfg.tuning.freeze))
         if given
     )
-    tensors = f"{len(trained)} of {len(params)} tensors"
+    tensors = f"{len(trained)} of {counted(len(params), 'tensor')}"
     return f"{count:,} of {total:,} weights ({count / total:.1%}), {tensors} ({keys})"

@@ -127,6 +127,7 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
         tell,
         ExitStack() as ends,
     ):
+        ends.enter_context(signals.ends_compilers())
         dog.phase("prepare")
         signals.preparing = True
         parts.end("plan")
@@ -186,6 +187,7 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
         )
         signals.preparing = False
         resume.begin(saver, point, disks)
+        run_summary.show_compiling(cfg, data.max_steps - state.step)
         try:
             trainer.fit()
         except BaseException as error:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from erniekit.errors import DataError
 from erniekit.files import refuse_special
+from erniekit.printable import counted
 
 if TYPE_CHECKING:
     from erniekit.serve.chat import ChatSession
@@ -43,7 +44,7 @@ class TextFile:
 
     def __str__(self) -> str:
         lines = self.text.count("\n") + (not self.text.endswith("\n"))
-        return f"file {self.path.name} ({lines:,} line{'s' * (lines != 1)}, {len(self.text):,} characters)"
+        return f"file {self.path.name} ({counted(lines, 'line')}, {counted(len(self.text), 'character')})"
 
     @property
     def block(self) -> str:
@@ -136,4 +137,4 @@ def _save(session: ChatSession, path: Path) -> str:
         raise DataError(
             f"it cannot be written: {error.strerror or error}", where=str(path), fix="check the path"
         ) from None
-    return f"{len(dialogue)} messages saved to {path}"
+    return f"{counted(len(dialogue), 'message')} saved to {path}"

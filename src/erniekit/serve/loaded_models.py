@@ -26,6 +26,7 @@ from erniekit.log import warn
 from erniekit.lora.frozen_base import packing
 from erniekit.models.config import DecoderConfig
 from erniekit.models.score_head import refuse as refuse_score_head
+from erniekit.printable import counted
 from erniekit.serve.engines.embedded import EmbeddedEngine, EngineLimits
 from erniekit.serve.engines.paged import PagedCache, bytes_per_block
 from erniekit.serve.folder import choose_folder, stop_ids
@@ -156,7 +157,7 @@ def load_models(cfg: RunConfig, entries: list[ModelEntry]) -> LoadedModels:
     dtype_name = str(kind).removeprefix("torch.")
     about = f"{dtype_name} on {device}, {limits.sequences} at once, a cache of {cache.blocks * cache.size} tokens"
     if proposals:
-        notes.append(f"{proposals} tokens proposed at a time by the MTP layer")
+        notes.append(f"{counted(proposals, 'token')} proposed at a time by the MTP layer")
     fast = hardware if s.decoding == "auto" and hardware.records_graphs and hardware.triton else None
     engine = EmbeddedEngine(trees, cache, limits, fast)
 
@@ -216,7 +217,7 @@ def make_cache(
             fix="lower max_model_len",
         )
     if blocks < wanted and given:
-        full = f"{limits.sequences} sequences (max_num_seqs) of {limits.length} tokens (max_model_len)"
+        full = f"{counted(limits.sequences, 'sequence')} (max_num_seqs) of {limits.length} tokens (max_model_len)"
         warn(f"the cache holds {blocks / wanted:.0%} of {full}; long ones will wait for each other")
     return PagedCache(config, blocks, size, dtype, device.handle, limits.proposals > 0)
 

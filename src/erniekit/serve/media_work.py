@@ -203,7 +203,10 @@ async def _ids(
     assert served.vision is not None
     chat = SeenChat(row, headers, served.vision.rules, thinking)
     made = await prompts.ids(chat, served.tokenizer, parsed.most, seconds)
-    return made if isinstance(made, Failed) else made[0]
+    if isinstance(made, Failed):
+        return made
+    parsed.check_room(len(made[0].ids))  # before anything is decoded
+    return made[0]
 
 
 async def _read_media(

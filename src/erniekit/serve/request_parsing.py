@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from erniekit.data.tokenizer import BEGIN, Tokenizer
+from erniekit.printable import counted
 from erniekit.serve.detokenizer import TextEnd
 from erniekit.serve.engines.base import GenerationJob, Grammar, SamplingParams
 from erniekit.serve.engines.vision_input import PromptVision
@@ -31,6 +32,7 @@ from erniekit.serve.vision_prompt import VisionChat, VisionSettings, check_parts
 
 AnyRequest = ChatRequest | CompletionRequest | EmbeddingRequest
 MAX_IGNORED_NAMES = 16  # ignored fields that a response names
+TOO_LONG = "context_length_exceeded"  # OpenAI's code
 MAX_LOGPROBS = 2**18  # numbers in one answer: putting it together holds the event loop up
 
 
@@ -140,8 +142,23 @@ class ParsedRequest:
 
     @property
     def most(self) -> int:
-        """Tokens that a prompt may have besides the answer that is requested."""
-        return self.served.longest - (_max_tokens(self.request) or 1)
+        """Tokens that a prompt may have: one at least is the answer's. Whether the answer that is requested fits, too,
+        is known when they are counted (`check_room`)."""
+        return self.served.longest - 1
+
+    def check_room(self, tokens: int) -> None:
+        """tokens: of the prompt."""
+        limit, room = _limit(self.request), self.served.longest - tokens
+        if room < 1:
+            raise too_long(self.request, self.served, str(tokens))
+        if limit is not None and getattr(self.request, limit) > room:
+            raise RequestError(
+                400,
+                f"this model's context is {self.served.longest} tokens and the prompt has {tokens} of them: "
+                f"{limit} is {getattr(self.request, limit)}, and can be {room} at most",
+                param=limit,
+                code=TOO_LONG,
+            )
 
     @property
     def field(self) -> str:
@@ -230,7 +247,7 @@ def _prepared_chat(
 ) -> PreparedRequest:
     served = parsed.served
     logprobs = (request.top_logprobs or 0) if request.logprobs or request.top_logprobs else None
-    job = replace(_make_job(request, prompt, served, parsed.defaults, logprobs), vision=vision)
+    job = replace(_make_job(parsed, request, prompt, logprobs), vision=vision)
     opened = served.tokenizer.decode(prompt[-8:]).rstrip().endswith(THINK)
     return PreparedRequest(
         served,
@@ -253,7 +270,7 @@ def _prepared_completion(parsed: ParsedRequest, request: CompletionRequest, made
     for prompt in prompts:
         ids = next(encoded) if isinstance(prompt, str) else prompt
         ids = ids or [tokenizer.eos_id if tokenizer.begin_id is None else tokenizer.begin_id]
-        repeated = _repeated(_make_job(request, ids, served, parsed.defaults, request.logprobs), request)
+        repeated = _repeated(_make_job(parsed, request, ids, request.logprobs), request)
         jobs += repeated
         text = "" if not request.echo else prompt if isinstance(prompt, str) else tokenizer.decode(ids)
         echo += [text] * len(repeated)
@@ -282,31 +299,28 @@ def _field(request: AnyRequest | GenerationRequest) -> str:
     return "messages" if chat else "input" if isinstance(request, EmbeddingRequest) else "prompt"
 
 
-def _max_tokens(request: AnyRequest | GenerationRequest) -> int | None:
-    """The limit of the answer, where the request sets one."""
-    if isinstance(request, EmbeddingRequest):
-        return None
-    return (request.max_completion_tokens if isinstance(request, ChatRequest) else None) or request.max_tokens
+def _limit(request: AnyRequest) -> str | None:
+    """The field that limits the answer, where the request sets one."""
+    known = type(request).model_fields  # what clients add of their own is not meant
+    names = (name for name in ("max_completion_tokens", "max_tokens") if name in known)
+    return next((name for name in names if getattr(request, name) is not None), None)
 
 
 def too_long(request: AnyRequest | GenerationRequest, served: ServedModel, has: str) -> RequestError:
-    most = _max_tokens(request)
-    wants = f" and {most} for the answer" if most else ""
     return RequestError(
         400,
-        f"this model's context is {served.longest} tokens; the prompt has {has}{wants}",
+        f"this model's context is {served.longest} tokens and the prompt has {has}: send {served.longest - 1} at most",
         param=_field(request),
-        code="context_length_exceeded",
+        code=TOO_LONG,
     )
 
 
 def _make_job(
-    request: GenerationRequest, prompt: list[int], served: ServedModel, defaults: SamplingDefaults, logprobs: int | None
+    parsed: ParsedRequest, request: ChatRequest | CompletionRequest, prompt: list[int], logprobs: int | None
 ) -> GenerationJob:
-    available, most = served.longest - len(prompt), _max_tokens(request)
-    if available < (most or 1):
-        raise too_long(request, served, str(len(prompt)))
-    limit = most or min(defaults.max_tokens, available)
+    parsed.check_room(len(prompt))
+    served, defaults, name = parsed.served, parsed.defaults, _limit(request)
+    limit = getattr(request, name) if name else min(defaults.max_tokens, served.longest - len(prompt))
 
     def given_or_default(name: str) -> Any:
         given = getattr(request, name)
@@ -315,7 +329,8 @@ def _make_job(
     if logprobs is not None and limit * _answers(request) * (logprobs + 1) > MAX_LOGPROBS:
         raise RequestError(
             400,
-            f"{limit} tokens x {_answers(request)} answers x {logprobs + 1} log probabilities are more than "
+            f"{counted(limit, 'token')} x {counted(_answers(request), 'answer')} x "
+            f"{counted(logprobs + 1, 'log probability', 'log probabilities')} are more than "
             f"{MAX_LOGPROBS}: request less of one of them",
             param="logprobs",
         )

@@ -25,6 +25,7 @@ from erniekit.log import emit, warn
 from erniekit.net.address import KEY_VARIABLE, announce
 from erniekit.net.hosts import Hosts
 from erniekit.net.listen import bind
+from erniekit.printable import counted
 from erniekit.serve.engines import EMBEDDED
 from erniekit.weight_kinds import SERVED
 
@@ -45,6 +46,7 @@ def server_command(args: list[str]) -> int:
     refuse_later(cfg, "server")
     key = read_key(cfg)
     check_address(cfg, key)
+    check_adapter_folders(cfg)
     name = choose_engine(cfg)
     if name != EMBEDDED:
         from erniekit.serve.engines.external import serve_external
@@ -110,6 +112,17 @@ def check_address(cfg: RunConfig, key: str | None) -> None:
                 fix=f"set {KEY_VARIABLE} or api_key_file, keep host: 127.0.0.1, or set allow_unauthenticated: True",
             )
         warn(f"anyone who reaches {host}:{cfg.serve.port} can use this server: there is no key")
+
+
+def check_adapter_folders(cfg: RunConfig) -> None:
+    """Adapters may come later, the folders may not: a name that is mistyped would refuse every adapter."""
+    for folder in cfg.serve.lora_dirs:
+        if not Path(folder).expanduser().is_dir():
+            raise ConfigError(
+                f"lora_dirs names {folder!r}, which is not a folder here",
+                where=f"lora_dirs: {cfg.origin('lora_dirs')}",
+                fix="check the path, or make the folder first; it may be empty: adapters are loaded later",
+            )
 
 
 def serve_embedded(cfg: RunConfig, key: str | None) -> int:
@@ -197,7 +210,7 @@ def run(cfg: RunConfig, loaded: LoadedModels, sock: socket.socket, key: str | No
     import uvicorn
 
     from erniekit.net.connections import limited
-    from erniekit.serve.shutdown import AGAIN_S, ShutdownDeadline
+    from erniekit.serve.shutdown import AGAIN_S, ShutdownDeadline, stopping
 
     s, application, deadline = cfg.serve, make_application(cfg, loaded, key), ShutdownDeadline()
     host, port = sock.getsockname()[:2]
@@ -225,6 +238,8 @@ def run(cfg: RunConfig, loaded: LoadedModels, sock: socket.socket, key: str | No
             asyncio.get_running_loop().call_later(AGAIN_S / 2, setattr, self, "force_exit", True)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            if answers := len(self.server_state.tasks):
+                emit(stopping(f"finishing {counted(answers, 'answer')}", s.drain_timeout))
             ending = asyncio.ensure_future(self._end_answers())
             await super().shutdown(sockets)
             deadline.answers_ended = not self.server_state.tasks

@@ -1,4 +1,4 @@
-"""Shutdown within a deadline, whatever hangs: a tokenizer, the engine, a client. Used by server.py.
+"""Shutdown within a deadline, whatever hangs: a tokenizer, the engine, a client. Used by server.py and external.py.
 
 Python waits for threads when it ends, and asyncio for those of its executor: one that hangs would keep the process.
 """
@@ -17,6 +17,11 @@ from erniekit.serve.worker_process import kill_processes
 AGAIN_S = 2.0  # from a second signal to the end
 TEARDOWN_S = 30.0  # for the interpreter to end, once everything is stopped
 BACKSTOP_S = 2.0  # behind the limit: for an interpreter lock that is never given up
+
+
+def stopping(work: str, seconds: float) -> str:
+    """What a person reads who has asked the server to stop, and waits."""
+    return f"stopping: {work}, for {seconds:g} s at most; a second Ctrl-C or SIGTERM ends it now"
 
 
 class ShutdownDeadline:

@@ -21,6 +21,7 @@ from erniekit.data.vision.layout import tokens_of
 from erniekit.data.vision.rules import VisionRules, VisionTokens
 from erniekit.data.vision.tokens import VisionPrompt
 from erniekit.errors import DataError
+from erniekit.printable import counted
 from erniekit.serve.engines.vision_input import PromptMedium, PromptVision
 from erniekit.serve.prompt_worker import Failed
 from erniekit.serve.request_error import RequestError
@@ -115,7 +116,7 @@ def check_parts(messages: Sequence[Any], name: str, settings: VisionSettings | N
         most = settings.most.get(kind, MOST[kind])
         if count > most:
             raise media_error(
-                f"the request has {count} {kind}s; the limit is {most}",
+                f"the request has {counted(count, kind)}; the limit is {most}",
                 "messages",
                 f"send fewer, or start the server with limit_mm_per_prompt={{{kind}: {count}}}",
             )

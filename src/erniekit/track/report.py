@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 from erniekit.files import own, settle
+from erniekit.printable import counted
 from erniekit.track import jsonl, runfile
 from erniekit.track.atomic import write_text
 from erniekit.track.charts import Series, line_chart
@@ -134,7 +135,7 @@ def _sections(record: Mapping[str, Any]) -> list[str]:
     happened = [{**event, "time": _time(event.get("time"))} for event in record.get("events") or []]
     events = table(happened, ("time", "step", "name", "text"))
     if dropped:
-        events += f"<p class=note>{dropped} earlier events are not kept.</p>"
+        events += f"<p class=note>{counted(dropped, 'earlier event is', 'earlier events are')} not kept.</p>"
     cards = (
         ("Next", f"<pre>{escape(next_commands)}</pre>" if next_commands else ""),
         ("Results", value_html(_with_units(record.get("metrics") or {}))),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from erniekit.errors import ConfigError
 from erniekit.parallel.mesh import World
+from erniekit.printable import counted
 from erniekit.registry import nearest
 from erniekit.track import Trackers
 from erniekit.train.agreement import HostGroup, agree_on_stop
@@ -124,7 +125,6 @@ class EvalHook(Hook):
             best = "it never was a number"
             if state.best_metric is not None:
                 best = f"best {state.best_metric:.6g} at step {state.best_step}"
-            trainer.stop_reason = (
-                f"early stop: {rule.metric} has not improved in {state.evals_without_gain} evaluations ({best})"
-            )
+            past = counted(state.evals_without_gain, "evaluation")
+            trainer.stop_reason = f"early stop: {rule.metric} has not improved in {past} ({best})"
             self.trackers.event(state.step, "stop", trainer.stop_reason)

@@ -7,13 +7,16 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 from erniekit.checkpoint.state import TrainState
 from erniekit.errors import ErnieKitError, Preempted
 from erniekit.log import warn
+from erniekit.parallel.compiled import is_of_compiler
+from erniekit.printable import counted
 from erniekit.train.step import StepResult
 
 _active: list[Signals] = []
@@ -64,6 +67,17 @@ class Signals:
         self._thread.join()
         os.close(self._reader)
         os.close(self._writer)
+
+    @contextmanager
+    def ends_compilers(self) -> Iterator[None]:
+        """A terminal's Ctrl-C and a scheduler's signal reach the compilers that torch has started, too. What torch then
+        raises is the stop, and no fault."""
+        try:
+            yield
+        except Exception as error:
+            if self.requested is None or not is_of_compiler(error):
+                raise
+            raise Preempted(f"{self.requested}: stopped while layers were compiled, without a new save") from error
 
     def _on(self, number: int, frame: FrameType | None) -> None:
         if self.requested is not None:
@@ -119,7 +133,8 @@ class FiniteGuard:
 
     def report(self, state: TrainState) -> NotFinite:
         return NotFinite(
-            f"{state.bad_in_a_row} steps in a row gave a loss that is not a number, also after going back once",
+            f"{counted(state.bad_in_a_row, 'step')} in a row gave a loss that is not a number, also after going back "
+            "once",
             where=self._places(),
             fix="lower learning_rate, look at these rows of the data, or train in fp32 (compute_type: fp32)",
         )
@@ -127,7 +142,7 @@ class FiniteGuard:
     def _own_report(self, own: str, state: TrainState) -> NotFinite:
         return NotFinite(
             f"the loss function {own} gave losses or gradients that are not finite, from finite numbers, "
-            f"{state.bad_in_a_row} steps in a row",
+            f"{counted(state.bad_in_a_row, 'step')} in a row",
             where=self._places(),
             fix="bound what it takes the logarithm or root of, or divides by: clamp(min=1e-6)",
         )

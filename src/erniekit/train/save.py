@@ -32,6 +32,7 @@ from erniekit.optim.adamw import AdamW
 from erniekit.parallel.compiled import eager
 from erniekit.parallel.engine import Engine
 from erniekit.parallel.sharding import Sharding
+from erniekit.printable import counted
 from erniekit.track import Trackers
 from erniekit.train.agreement import agree_on_stop, agree_on_stop_or_save
 from erniekit.train.fp8_scales import StaticScales
@@ -193,7 +194,7 @@ class Saver:
         missing = self.optimizer.load(updates, moments, masters)
         if missing:
             raise CheckpointError(
-                f"the checkpoint has no optimiser state for {len(missing)} tensors, e.g. {missing[0]}",
+                f"the checkpoint has no optimiser state for {counted(len(missing), 'tensor')}, e.g. {missing[0]}",
                 where=str(folder),
                 fix="resume with the settings it was saved with, or set ignore_load_lr_and_optim: True",
             )

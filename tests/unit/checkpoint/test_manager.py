@@ -162,9 +162,7 @@ def test_training_goes_on_after_a_failed_save_and_stops_at_the_third_in_a_row(tm
         assert manager.misses == 0
         manager.save(5, fails)
         manager.save(6, fails)
-        with pytest.raises(
-            CheckpointError, match=r"3 save\(s\) failed in a row, the newest one on disk is checkpoint-4"
-        ):
+        with pytest.raises(CheckpointError, match=r"3 saves failed in a row, the newest one on disk is checkpoint-4"):
             manager.save(7, fails)
     assert names(tmp_path) == ["checkpoint-1", "checkpoint-4"]
 

@@ -134,14 +134,14 @@ def test_a_damaged_file_is_refused_by_name(folder, damage):
 def test_a_missing_tensor_is_named(folder):
     edit_weights(folder, lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
     error = refusal(folder)
-    assert "1 missing tensors" in error.what
+    assert "1 missing tensor " in error.what
     assert "model.layers.1.mlp.up_proj.weight" in error.what
 
 
 def test_an_unexpected_tensor_is_named(folder):
     edit_weights(folder, lambda t: t.update({"model.layers.0.mlp.gate.weight": torch.ones(8, 64)}))
     error = refusal(folder)
-    assert "1 unexpected tensors" in error.what
+    assert "1 unexpected tensor " in error.what
     assert "mlp.gate.weight" in error.what
 
 

@@ -51,6 +51,31 @@ def test_paths_may_hold_spaces_and_in_a_list_commas():
     assert value_of("train_dataset_path", ["odd, name.jsonl"]) == ("odd, name.jsonl",)
 
 
+@pytest.mark.parametrize(
+    ("given", "proposed"),
+    [
+        ("cuda", "did you mean gpu?"),
+        ("CUDA", "did you mean gpu?"),
+        ("cuda:0", "did you mean gpu? CUDA_VISIBLE_DEVICES=0 chooses the card"),
+        ("gpu:3", "did you mean gpu? CUDA_VISIBLE_DEVICES=3 chooses the card"),
+        ("npu:1", "did you mean npu? ASCEND_RT_VISIBLE_DEVICES=1 chooses the card"),
+        ("rocm", "did you mean amd?"),
+        ("cpu:0", "did you mean cpu?"),
+        ("gpus", "did you mean gpu?"),
+    ],
+)
+def test_torchs_names_of_devices_are_refused_with_ours(given: str, proposed: str) -> None:
+    with pytest.raises(ConfigError, match="device is") as refused:
+        value_of("device", given)
+    assert refused.value.fix == proposed
+
+
+def test_a_device_that_resembles_none_is_refused_with_what_there_is() -> None:
+    with pytest.raises(ConfigError) as refused:
+        value_of("device", "quantum:0")
+    assert refused.value.fix.startswith("gpu, cpu, or a vendor's name")
+
+
 def test_report_to_none_is_an_empty_list():
     assert value_of("report_to", "none") == ()
     assert value_of("report_to", "tensorboard,wandb") == ("tensorboard", "wandb")

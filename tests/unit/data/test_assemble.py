@@ -151,7 +151,7 @@ def test_nothing_trained_is_dropped_with_its_cause(ernie: Tokenizer) -> None:
     talk = conversation("the quiet river", "the warm harbor", "the amber copper", "the river", trained=(1, 0))
     got = assemble(talk, ernie, 25)
     assert got.kind == "untrained"
-    assert "older turns" in got.reason
+    assert "1 older turn was dropped" in got.reason
     assert assemble(Conversation((ChatMessage("user", "a"),)), ernie, 64).kind == "untrained"
 
 

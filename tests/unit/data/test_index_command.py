@@ -29,7 +29,7 @@ def test_it_ends_with_where_the_result_is_its_size_and_the_next_command(typed, c
     assert "tokens a document: min" in shown.out
     assert shown.out.splitlines()[-1].startswith("next: erniekit train --stage PT")
     assert "--input_dir out/a " in shown.out
-    assert "1 of 2,001 rows are left out; out/a_bad_rows.jsonl names each" in shown.err
+    assert "1 of 2,001 rows is left out; out/a_bad_rows.jsonl names each" in shown.err
     assert files.num_documents == 2000
     assert typed("a.jsonl", "--output", "out/a") == 0
     assert "it was there already" in capsys.readouterr().out

@@ -250,9 +250,9 @@ def test_the_data_command_shows_what_is_compared_and_lists_bad_rows(
     out = capsys.readouterr().out
     assert "4 rows, 3 preference pairs, 1 bad row" in out
     assert "prompt 1 (to 6), chosen 4 (to 15), rejected 4 (to 13); chosen is longer in 67%" in out
-    assert "1 prompts hold earlier turns" in out
-    assert "1 pairs have answers of several turns" in out
-    assert "1 pairs have two equal answers" in out
+    assert "earlier turns in 1 prompt: they are read, not scored" in out
+    assert "answers of several turns in 1 pair: the assistant's are scored" in out
+    assert "two equal answers in 1 pair, which training leaves out" in out
     assert "chosen    good" in out
     assert f"{path}:4: `sort` gives both responses 2" in out
     assert data_command(["--type", "alpaca", str(path)]) == 1

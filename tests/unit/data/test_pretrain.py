@@ -193,7 +193,7 @@ def test_a_part_without_text_is_refused_by_name(tmp_path, two):
     assert "split=1,1" in caught.value.where
     tiny = corpus(tmp_path, "tiny", 1, 3)
     assert len(data([two[0], tiny], split="90,10", part="eval").sources) == 1  # another has enough
-    with pytest.raises(ConfigError, match="2 data sets but 1 weights"):
+    with pytest.raises(ConfigError, match=r"2 data sets but 1 weight\b"):
         data(two, [1])
     for weights in ([0, 0], [-1, 2]):
         with pytest.raises(ConfigError, match="cannot be normalised"):

@@ -96,7 +96,7 @@ def test_what_was_dropped_is_counted_by_reason(tmp_path, opened):
     cut = opened(path, overlong="truncate").report
     assert cut.dropped == {"untrained": 1}
     assert cut.truncated_tokens > 100
-    assert any("older turns" in line for line in cut.lines())
+    assert any("1 older turn and " in line for line in cut.lines())
 
 
 def test_the_report_measures_lengths_and_the_trained_share(tmp_path, opened):

@@ -64,7 +64,7 @@ def test_rows_are_numbered_by_their_first_line_and_bad_ones_named(tmp_path: Path
     assert found[2][1] == {"q": "1", "a": "2"}
     short, broken = found[1][1], found[3][1]
     assert isinstance(short, RowProblem)
-    assert "1 cells, the header has 2 columns" in short.reason
+    assert "1 cell, the header has 2 columns" in short.reason
     assert isinstance(broken, RowProblem)
     assert "the rest of the file is not read" in broken.reason
 

@@ -169,6 +169,9 @@ def test_our_variable_names_a_device_that_exists_and_may_name_one_of_several() -
     with pytest.raises(DeviceError, match="'npuu' is not a device") as refused:
         devices.named("auto", {"ERNIEKIT_DEVICE": "npuu:0"})
     assert "ascend" in refused.value.fix
+    with pytest.raises(DeviceError, match="'cuda' is not a device") as refused:
+        devices.named("auto", {"ERNIEKIT_DEVICE": "cuda:0"})
+    assert refused.value.fix == "did you mean gpu:0?", "here the index may stay"
     assert devices.named("cpu", {"ERNIEKIT_DEVICE": "npuu"}) == "cpu", "what was typed is what counts"
     assert devices.named_one("auto", {"ERNIEKIT_DEVICE": "npu"}) == ()
     assert devices.named_one("auto", {"ERNIEKIT_DEVICE": "npu:1"}) == ("1",)

@@ -131,7 +131,7 @@ def test_visible_devices_are_counted_as_cuda_counts_them() -> None:
 
 
 def test_more_processes_than_devices_is_refused() -> None:
-    with pytest.raises(DeviceError, match="1 devices are visible"):
+    with pytest.raises(DeviceError, match="1 device is visible"):
         plan(load(["nproc_per_node=2"]), {"CUDA_VISIBLE_DEVICES": "0"})
 
 
@@ -142,7 +142,7 @@ def test_ranks_share_a_device_only_where_that_is_asked_for() -> None:
     assert "ranks_per_device=4" in str(refused.value.fix)
     assert plan(load(["nproc_per_node=4", "ranks_per_device=4"]), one).nproc == 4
     assert plan(load(["ranks_per_device=2"]), one).nproc == 2
-    with pytest.raises(DeviceError, match="1 devices are visible here for 2 ranks each"):
+    with pytest.raises(DeviceError, match="1 device is visible here for 2 ranks each"):
         plan(load(["nproc_per_node=4", "ranks_per_device=2"]), one)
 
 

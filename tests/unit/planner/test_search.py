@@ -67,7 +67,7 @@ def test_a_step_whose_packs_divide_over_no_rank_says_so() -> None:
     found = search(job(*LORA, packs=7), site("8xA100-80G"), 8)
     assert all(one.layout.data_ranks == 1 for one in found.ranked)
     odd = replace(job(*LORA, packs=7), rows=2)
-    assert "7 packs" in search(odd, site("8xA100-80G"), 8).failed["any"][1]
+    assert "packs (7, 2 in a micro-batch)" in search(odd, site("8xA100-80G"), 8).failed["any"][1]
 
 
 def test_more_of_an_axis_takes_less_of_a_rank() -> None:

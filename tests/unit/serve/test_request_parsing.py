@@ -126,7 +126,8 @@ def test_an_empty_text_still_begins_somewhere(served: ServedModel):
         ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
         ({"logit_bias": {"1e3": 1}}, "logit_bias"),
         ({"logit_bias": {"³": 1}}, "logit_bias"),
-        ({"max_tokens": 99}, "messages"),
+        ({"max_tokens": 99}, "max_tokens"),
+        ({"max_completion_tokens": 99, "max_tokens": 1}, "max_completion_tokens"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(served: ServedModel, fields, param):

@@ -9,6 +9,7 @@ from erniekit.config.view import View
 from erniekit.config.world import accumulation_for
 from erniekit.errors import ConfigError
 from erniekit.loss_table import PREFERENCE_KEYS
+from erniekit.printable import counted
 
 
 def training_files_agree(run: View) -> Iterator[Note]:
@@ -28,7 +29,7 @@ def _files_agree(run: View, side: str) -> Iterator[Note]:
     for name in (kind, prob):
         if len(run[name]) > 1 and len(run[name]) != count:
             raise ConfigError(
-                f"{name} has {len(run[name])} entries for {count} files",
+                f"{name} has {counted(len(run[name]), 'entry', 'entries')} for {counted(count, 'file')}",
                 where=run.origin(name),
                 fix="one entry per file, in the same order; a single entry applies to all",
             )

@@ -11,6 +11,7 @@ from erniekit.config.view import View
 from erniekit.config.world import check_interleaving
 from erniekit.devices.islands import parse_islands
 from erniekit.errors import ConfigError
+from erniekit.printable import counted
 from erniekit.registry import nearest
 
 _REST = -1  # of sharding_parallel_degree: all devices the other degrees leave; layout_of puts in the number
@@ -88,7 +89,7 @@ def islands_are_devices_with_a_pipeline_across(run: View) -> Iterator[Note]:
         )
     if run["pipeline_parallel_degree"] < len(islands):
         raise ConfigError(
-            f"islands names {len(islands)} kinds of device, and pipeline_parallel_degree is "
+            f"islands names {counted(len(islands), 'kind')} of device, and pipeline_parallel_degree is "
             f"{run['pipeline_parallel_degree']}",
             where=run.origin("islands"),
             fix=f"pipeline_parallel_degree: {len(islands)} or more: only a pipeline goes across them",

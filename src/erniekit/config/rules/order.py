@@ -8,6 +8,7 @@ from erniekit.config.mix_schedule import stages_of
 from erniekit.config.note import Note
 from erniekit.config.view import View
 from erniekit.errors import ConfigError
+from erniekit.printable import counted
 
 _OWN_ORDER = ("PT", "VL-SFT", "OCR-VL-SFT")  # stages whose data has another reader
 
@@ -22,7 +23,7 @@ def mixtures_change_at_steps(run: View) -> Iterator[Note]:
     odd = next((stage for stage in stages if len(stage[1]) != files), None)
     if odd is not None:
         raise ConfigError(
-            f"from step {odd[0]} on there are {len(odd[1])} shares, and {files} files",
+            f"from step {odd[0]} on: {counted(len(odd[1]), 'share')}, and {counted(files, 'file')}",
             where=f"{where} and {run.origin('train_dataset_path')}",
             fix="give a share for each file of train_dataset_path, 0 to leave it out",
         )

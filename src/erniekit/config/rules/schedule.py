@@ -11,6 +11,7 @@ from erniekit.config.note import Note
 from erniekit.config.view import View
 from erniekit.errors import ConfigError
 from erniekit.loss_table import PREFERENCE_KEYS
+from erniekit.printable import counted
 from erniekit.registry import nearest
 
 
@@ -149,6 +150,6 @@ def saves_happen_within_the_run(run: View) -> Iterator[Note]:
     if not run["do_train"] or steps <= 0:
         return
     if run["save_strategy"] == "steps" and run.given("save_steps") and run["save_steps"] > steps:
-        yield from run.remark("save_steps", f"beyond the run of {steps} steps: saved once, at the end")
+        yield from run.remark("save_steps", f"beyond the run of {counted(steps, 'step')}: saved once, at the end")
     if run["evaluation_strategy"] == "steps" and (run["eval_steps"] or 0) > steps:
-        yield from run.remark("eval_steps", f"beyond the run of {steps} steps: evaluated once, at the end")
+        yield from run.remark("eval_steps", f"beyond the run of {counted(steps, 'step')}: evaluated once, at the end")

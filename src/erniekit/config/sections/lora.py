@@ -45,7 +45,7 @@ class LoraSection:
         "feed-forward int8, shared experts bf16. Adapters stay in bf16.",
         choices=BASES,
         further=WEIGHT_KINDS,
-        elsewhere={"wint8": "int8, which is what compute_type: wint8 means"},
+        elsewhere={"wint8": "int8, which is what compute_type: wint8 means"}.get,
         fixed=True,
     )
     frozen_products: str = key(

@@ -15,7 +15,7 @@ class PrecisionSection:
         "bf16 with fp32 master weights, or fp32; fp8 trains for FP8 serving; wint8, wint4/8 and nf4 are bf16 over such "
         "a frozen_base (LoRA).",
         choices=("bf16", "fp32", "fp16", "fp8", "wint8", "wint4/8", "nf4"),
-        elsewhere={base: f"frozen_base: {base}, with compute_type: bf16" for base in BASES},
+        elsewhere={base: f"frozen_base: {base}, with compute_type: bf16" for base in BASES}.get,
         basic=True,
         fixed=True,
     )

@@ -17,7 +17,7 @@ class QuantizeSection:
         choices=tuple(QUANT_RECIPES),
         elsewhere={
             kind: f"erniekit export format=gguf gguf_type={kind}" for kind in GGUF_TYPES if kind not in QUANT_RECIPES
-        },
+        }.get,
         basic=True,
     )
     quant_method: str | None = key(

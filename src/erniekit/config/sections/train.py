@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from erniekit.config.compat import COMPAT
 from erniekit.config.field import key
-from erniekit.devices import AUTO, DEVICES, INSTALLED
+from erniekit.devices import AUTO, DEVICES, INSTALLED, instead
 from erniekit.loss_table import CROSS_ENTROPY, TOKEN_LOSSES
 
 _INTERVALS = ("no", "steps", "epoch")
@@ -69,6 +69,7 @@ class TrainSection:
         "gpu, cpu, or a vendor's name: iluvatar_gpu, npu, xpu; auto = the accelerator that is present.",
         choices=(AUTO, *DEVICES),
         further=INSTALLED,
+        elsewhere=instead,
         basic=True,
     )
     token_loss: str = key(

@@ -14,6 +14,7 @@ from erniekit.data.formats.fields import BadRow, holds, named, text
 from erniekit.data.formats.message import MessageReader, bare_thought, from_cell, one_thought
 from erniekit.data.thinking import FIELDS
 from erniekit.data.types import ChatMessage
+from erniekit.printable import counted
 
 CALLS = "tool_calls"
 BESIDE = (*FIELDS, CALLS)  # fields of a row
@@ -66,7 +67,8 @@ def _per_answer(value: Any, name: str, count: int, field: str, last: bool) -> li
         value = [value] if isinstance(value, dict) else value
     if isinstance(value, list) and (name != CALLS or all(item is None or isinstance(item, list) for item in value)):
         if len(value) != count:
-            raise BadRow("length_mismatch", f"`{name}` has {len(value)} entries for the {count} answers of `{field}`")
+            has = counted(len(value), "entry", "entries")
+            raise BadRow("length_mismatch", f"`{name}` has {has} for the {counted(count, 'answer')} of `{field}`")
         return value
     if count != 1 and not last:
         of = "a list of calls" if name == CALLS else "a text or null"

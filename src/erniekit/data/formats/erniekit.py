@@ -17,6 +17,7 @@ from erniekit.data.formats.fields import BadRow, flag, flags, holds, named, requ
 from erniekit.data.formats.message import MessageReader
 from erniekit.data.preference import Preference
 from erniekit.data.types import ChatMessage, Conversation
+from erniekit.printable import counted
 
 
 def conversations(row: Any, compat: bool) -> list[Conversation]:
@@ -26,8 +27,9 @@ def conversations(row: Any, compat: bool) -> list[Conversation]:
     require(row, "src", *(() if CALLS in given else ("tgt",)))
     questions, answers = texts(row["src"], "src"), answer_texts(row.get("tgt"), "tgt", given)
     if len(questions) != len(answers):
-        raise BadRow("length_mismatch", f"`src` has {len(questions)} entries, `tgt` has {len(answers)}")
-    trained = flags(row.get("label"), "label", len(questions), "turns")
+        has = counted(len(questions), "entry", "entries")
+        raise BadRow("length_mismatch", f"`src` has {has}, `tgt` has {len(answers)}")
+    trained = flags(row.get("label"), "label", len(questions), "turn")
     reader = MessageReader(compat)
     contents = [ChatMessage("assistant", words, train) for words, train in zip(answers, trained)]
     contents = attached(contents, given, "tgt", reader)
@@ -74,8 +76,8 @@ def preference(row: Any, compat: bool) -> Preference:
     if len(questions) != len(answers) + 1:
         raise BadRow(
             "length_mismatch",
-            f"`src` has {len(questions)} entries and `tgt` {len(answers)}; `src` needs one more than `tgt`, "
-            "the question that `response` answers",
+            f"`src` has {counted(len(questions), 'entry', 'entries')} and `tgt` {len(answers)}; `src` needs one "
+            "more than `tgt`, the question that `response` answers",
         )
     better, worse, delta = _ranked(row)
     known = ("src", "tgt", "response", "sort", "system", "is_system", *(() if compat else (*BESIDE, "tools")))

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from erniekit.printable import plain
+from erniekit.printable import counted, plain
 
 # Fields of rows whose text is about something else than text.
 _MEDIA = ("image", "images", "image_info", "video", "videos", "video_info", "audio", "audios")
@@ -98,12 +98,13 @@ def flag(value: Any, field: str) -> bool:
 
 
 def flags(value: Any, field: str, count: int, of: str) -> list[bool]:
-    """One flag per turn; absent means all trained."""
+    """One flag per turn; absent means all trained. of: what has them, one of them."""
     if value is None:
         return [True] * count
     given = value if isinstance(value, list) else [value]
     if len(given) != count:
-        raise BadRow("length_mismatch", f"`{field}` has {len(given)} entries for {count} {of}")
+        has = counted(len(given), "entry", "entries")
+        raise BadRow("length_mismatch", f"`{field}` has {has} for {counted(count, of)}")
     return [flag(item, f"{field}[{i}]") for i, item in enumerate(given)]
 
 

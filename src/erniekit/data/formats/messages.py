@@ -63,7 +63,7 @@ def read_messages(
     said = reader.opening(said, row)
     if row.get("label") is not None:
         count = sum(message.role == "assistant" for message in said)
-        said = reader.labelled(said, flags(row["label"], "label", count, "assistant messages"))
+        said = reader.labelled(said, flags(row["label"], "label", count, "assistant message"))
     unused = unread(row, (field, "label", "tools", *reader.row_fields, *(() if compat else BESIDE)))
     return tuple(said), (*unused, *reader.unused)
 

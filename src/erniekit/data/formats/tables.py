@@ -17,6 +17,7 @@ from erniekit import heartbeat
 from erniekit.data.thinking import FIELDS
 from erniekit.data.types import UNREADABLE, RowProblem
 from erniekit.errors import DataError
+from erniekit.printable import counted
 
 _SEPARATORS = (",", "\t", ";", "|")
 _HEAD = 1 << 16
@@ -71,7 +72,7 @@ def table_rows(
         if not names:
             names = _header(cells, path)
         elif len(cells) != len(names):
-            reason = f"the row has {len(cells)} cells, the header has {len(names)} columns"
+            reason = f"the row has {counted(len(cells), 'cell')}, the header has {counted(len(names), 'column')}"
             yield line, RowProblem(path, line, "columns", reason)
         else:
             yield line, TableRow((column, cell or None) for column, cell in zip(names, cells))

@@ -33,6 +33,7 @@ from erniekit.data.vision.rules import VisionRules
 from erniekit.data.vision.tokens import VisionAssembler
 from erniekit.data.vision.vision_row import GivenMedium, VisionRow
 from erniekit.errors import ConfigError
+from erniekit.printable import counted
 from erniekit.progress import WorkProgress
 
 _SHOWN = 20  # rows of each kind
@@ -211,17 +212,18 @@ def _add(out: VisionBudget, line: int, found: _Costs | RowProblem, limit: int) -
         out.too_long.append((line, found.whole or found.tokens))
 
 
-def budget_lines(path: str, budget: VisionBudget, rules: VisionRules, max_seq_len: int, counted: bool) -> list[str]:
+def budget_lines(path: str, budget: VisionBudget, rules: VisionRules, max_seq_len: int, with_text: bool) -> list[str]:
     bad = sum(budget.kinds.values())
-    compared = f"{len(budget.tokens):,} preference pairs, " if budget.pairs else ""
+    compared = f"{counted(len(budget.tokens), 'preference pair')}, " if budget.pairs else ""
     out = [
-        f"  {budget.rows:,} rows, {compared}{budget.pictures:,} pictures, {budget.videos:,} videos, {bad:,} bad rows "
+        f"  {counted(budget.rows, 'row')}, {compared}{counted(budget.pictures, 'picture')}, "
+        f"{counted(budget.videos, 'video')}, {counted(bad, 'bad row')} "
         f"({bad / max(1, budget.rows):.2%})",
         "  headers were read and no pixel decoded: training decodes each medium, and may find more bad ones",
     ]
     if budget.tokens:
         out.append(f"  tokens of pictures a row: {_spread(budget.tokens)}; patches: {_spread(budget.patches)}")
-        if counted:
+        if with_text:
             out.append(f"  tokens of a row in all: {_spread(budget.whole)}")
         costs = ", ".join(
             f"{int(share * rules.max_pixels):,}: {short(count)}"
@@ -230,12 +232,14 @@ def budget_lines(path: str, budget: VisionBudget, rules: VisionRules, max_seq_le
         )
         out.append(f"  what max_pixels costs, in tokens of all pictures: {costs} (now {rules.max_pixels:,})")
     if budget.too_long:
-        what = "rows are" if counted else "rows have pictures that are"
-        out.append(f"  {len(budget.too_long):,} {what} longer than max_seq_len={max_seq_len:,} and would be left out")
+        long = len(budget.too_long)
+        what = counted(long, "row has pictures that are", "rows have pictures that are")
+        what = counted(long, "row is", "rows are") if with_text else what
+        out.append(f"  {what} longer than max_seq_len={max_seq_len:,} and would be left out")
         out += [f"    {path}:{line}  {tokens:,} tokens" for line, tokens in budget.too_long[:_SHOWN]]
     if budget.cut:
-        out.append(f"  {budget.cut:,} rows would lose their oldest turns to fit max_seq_len={max_seq_len:,}")
-    if not counted and budget.tokens:
+        out.append(f"  {counted(budget.cut, 'row')} would lose the oldest turns to fit max_seq_len={max_seq_len:,}")
+    if not with_text and budget.tokens:
         out.append("  text is not counted: --model FOLDER names a tokenizer")
     if budget.unused:
         out.append("  " + unused_line(budget.unused))

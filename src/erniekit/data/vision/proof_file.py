@@ -33,6 +33,7 @@ from erniekit.errors import CheckpointError, DataError
 from erniekit.files.json_file import read_object
 from erniekit.files.listed import has_file
 from erniekit.log import warn
+from erniekit.printable import counted
 
 FILE = "vision_proof.json"
 ROWS, LOOKED_AT = 2, 64  # rows kept; rows of the data among which they are chosen
@@ -53,7 +54,7 @@ class Proved:
         return self.stage in OF_FOLDER
 
     def line(self) -> str:
-        what = f"{self.rows} stored row{'s' if self.rows > 1 else ''} with pictures"
+        what = f"{counted(self.rows, 'stored row')} with pictures"
         if self.stage is None:
             return f"{what}: pixels, ids and positions are made as in training"
         return f"{what}: not made as in training, from the stage `{self.stage}` on"

@@ -18,6 +18,7 @@ import urllib.request
 from collections import deque
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import IO
 
 from erniekit.config import RunConfig
@@ -28,6 +29,7 @@ from erniekit.net.listen import bind
 from erniekit.serve.engines import EXTERNAL, supervisor
 from erniekit.serve.engines.engine_program import DTYPES, EngineProgram, Target
 from erniekit.serve.engines.vllm import check_vision
+from erniekit.serve.shutdown import stopping
 
 STARTED_LENGTH = 2048  # of the context where max_model_len is not given: these engines reserve memory for all of it
 KILL_S = 10.0  # after the grace period, for processes that do not react
@@ -136,12 +138,13 @@ class EngineProcess:
         self.grace = grace
         self.last: deque[str] = deque(maxlen=20)
         self.stop_requested = threading.Event()
+        self.end_requested = threading.Event()  # asked twice: the engine's answers are not waited for
 
     def run(self) -> int:
         """Until it ends, or a signal ends it; the exit code."""
         before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         for number in before:
-            signal.signal(number, lambda *_: self.stop_requested.set())
+            signal.signal(number, self._on_signal)
         emit(f"starting {self.name}: {self.target.model}")
         process = subprocess.Popen(
             [sys.executable, supervisor.__file__, str(self.grace), *self.command],
@@ -169,6 +172,9 @@ class EngineProcess:
             )
         emit("stopped")
         return 0
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        (self.end_requested if self.stop_requested.is_set() else self.stop_requested).set()
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
         ready = False
@@ -199,12 +205,13 @@ class EngineProcess:
         """The guard ends the engine within the grace, and everything in its group after it."""
         assert process.stdin is not None
         if process.poll() is None:
+            emit(stopping(f"{self.name} may finish its answers", self.grace))
             process.terminate()
         process.stdin.close()
         deadline = time.monotonic() + self.grace + KILL_S
-        while process.poll() is None and time.monotonic() < deadline:
+        while process.poll() is None and time.monotonic() < deadline and not self.end_requested.is_set():
             time.sleep(0.1)
         if process.poll() is None:
-            warn(f"{self.name} does not end: killed")
+            warn(f"{self.name} is killed" if self.end_requested.is_set() else f"{self.name} does not end: killed")
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()

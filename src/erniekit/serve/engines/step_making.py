@@ -13,6 +13,7 @@ from torch import nn
 
 from erniekit.devices.base import Device
 from erniekit.log import warn
+from erniekit.printable import counted
 from erniekit.serve.engines.flat_layers import why_not
 from erniekit.serve.engines.out_of_memory import is_out_of_memory, reason
 from erniekit.serve.engines.paged import PagedCache
@@ -72,6 +73,6 @@ class StepMaker:
 
 def _of(limits: EngineLimits, wanted: EngineLimits) -> str:
     return (
-        f"{limits.sequences} of {wanted.sequences} answers at once, "
+        f"{limits.sequences} of {counted(wanted.sequences, 'answer')} at once, "
         f"prompts in steps of {limits.tokens} of {wanted.tokens} tokens"
     )

@@ -52,9 +52,9 @@ def test_the_command_says_tokens_costs_bad_rows_and_what_would_be_cut(
     assert data_command([str(path), "--length", "100", "--model", str(FOLDER / "tokenizer")]) == 1
     said = capsys.readouterr().out
     assert "messages (rows have `messages` with pictures or videos)" in said
-    assert "3 rows, 2 pictures, 0 videos, 1 bad rows" in said
+    assert "3 rows, 2 pictures, 0 videos, 1 bad row " in said
     assert "what max_pixels costs" in said
-    assert "1 rows are longer than max_seq_len=100" in said
+    assert "1 row is longer than max_seq_len=100" in said
     assert f"{path}:1  " in said
     assert f"{path}:3" in said
     assert "tokens of a row in all" in said
@@ -80,7 +80,7 @@ def test_preference_rows_are_counted_with_their_pictures(folder: Path, capsys: p
         assert "for `stage: DPO`" in said
         assert "3 rows, 3 preference pairs, 3 pictures, 0 videos, 0 bad rows" in said
     assert data_command([str(write_jsonl(folder / "bad.jsonl", [pair("media/tiny.png"), pair("media/none.png")]))]) == 1
-    assert "1 preference pairs, 1 pictures, 0 videos, 1 bad rows" in capsys.readouterr().out
+    assert "1 preference pair, 1 picture, 0 videos, 1 bad row " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", [["--pixels", "-1"], ["--pixels", "0"], ["--pixels", "5"], ["--length", "-5"]])

@@ -72,7 +72,7 @@ def note(tmp_path: Path, monkeypatch) -> Path:
     for folder in (place, place.parent, place.parent.parent):
         (folder / "__init__.py").write_text("")
     (place / "api_server.py").write_text(STAND_IN)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"), prepend=os.pathsep)
     monkeypatch.setenv("STAND_IN_NOTE", str(tmp_path / "note.json"))
     return tmp_path / "note.json"
 
@@ -110,6 +110,22 @@ def test_it_is_started_with_our_keys_followed_and_ended_with_all_its_children(mo
         assert "vllm | loading the model" in server.text
         assert server.end(signal.SIGTERM) == 0, server.text
         until(lambda: gone(report["pids"]), 60)
+    finally:
+        server.close()
+
+
+def test_it_is_told_how_long_the_engine_may_finish_and_a_second_signal_does_not_wait_for_it(model, note):
+    server = started(model, "drain_timeout=60", env={"STAND_IN_DEAF": "1"})
+    try:
+        server.ready()
+        pids = json.loads(note.read_text())["pids"]
+        server.process.send_signal(signal.SIGINT)
+        line = "stopping: vllm may finish its answers, for 60 s at most; a second Ctrl-C or SIGTERM ends it now"
+        until(lambda: line in server.lines, 10)
+        began = time.monotonic()
+        assert server.end(signal.SIGINT) == 0, server.text
+        assert time.monotonic() - began < 30, "not the 60 s of drain_timeout"
+        until(lambda: gone(pids), 60)
     finally:
         server.close()
 
