@@ -4,6 +4,7 @@ layout; only the shapes are others."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,17 @@ def test_joined_rows_train_and_evaluate_as_rows_of_their_own_do(
     train(tmp_path / "joined", **case(kind), length_buckets="on")
     assert "rows     joined, padded to" in capsys.readouterr().out
     compare(tmp_path / "plain", tmp_path / "joined")
+
+
+def test_rows_that_are_mostly_padding_are_told_as_a_share_below_100_percent(
+    train: Callable, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    train(tmp_path / "out", **(UNPACKED | dict(max_steps=1)), length_buckets="512")
+    told = re.search(
+        r"^rows     joined, padded to 512 tokens: ([\d.]+) % of all tokens are padding", capsys.readouterr().out, re.M
+    )
+    assert told
+    assert 50 < float(told[1]) < 100
 
 
 def run(keys: dict[str, Any]) -> None:

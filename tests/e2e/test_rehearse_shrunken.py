@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,20 @@ def test_a_recipe_is_made_small_and_trains(name, capfd, monkeypatch):
     assert main(["rehearse", str(ROOT / "examples" / RECIPES[name]), "--shrunken", "2"]) == 0
     out = capfd.readouterr().out
     assert "global_step: 2" in out
+    assert ("on 1 real rank of up to 2: the recipe's degrees are 1; --ranks 2" in out) == (name != "pre-training")
+    assert "result   it trains" in out
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "words", [["data_parallel_degree=4"], ["context_parallel_degree=2"], ["--ranks", "8"]], ids=str
+)
+def test_every_kind_of_data_ranks_trains_small(words, capfd, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert main(["rehearse", str(ROOT / "examples" / RECIPES["sft"]), *words, "--shrunken", "2"]) == 0
+    out = capfd.readouterr().out
+    assert re.search("^rehearse shrunken: 2 steps on 2 real ranks: (data|context)_parallel_degree=2$", out, re.M)
+    assert "layout   2 ranks: " in out
     assert "result   it trains" in out
 
 

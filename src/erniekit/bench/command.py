@@ -28,10 +28,12 @@ from erniekit.flag_parser import FlagParser
 from erniekit.log import emit
 from erniekit.registry import nearest
 
-STEPS = 8  # timed
+STEPS, WARMUP = 8, 3  # timed, and before those
 BEGIN_WITHIN = 0.7
 LEAST = 20.0  # seconds: a workload is not begun with less
 AHEAD = 8  # cores from which on the next process may import while this one measures
+OF_WORKLOADS = ("--peers", "--warmup", "--seconds-limit", "--seed", "--profile", "--calibrate")  # not of --real
+OF_REAL = ("--layers", "--again")
 
 
 def bench_command(args: list[str]) -> int:
@@ -55,7 +57,10 @@ def _stopped_as_by_ctrl_c() -> Iterator[None]:
 
 
 def _run(flags: argparse.Namespace) -> int:
+    _refuse_idle(flags)
     if flags.list:
+        if flags.real:
+            return _list_real(flags.only)
         for work in WORKLOADS.values():
             emit(f"{work.name:<10} {work.about}; peers: {', '.join(work.possible) or '-'}")
         return 0
@@ -75,22 +80,39 @@ def _run(flags: argparse.Namespace) -> int:
     return 1 if failed or wrong else 0
 
 
+def _refuse_idle(flags: argparse.Namespace) -> None:
+    """Flags that the rest of the command gives no meaning to."""
+    for flag in OF_WORKLOADS if flags.real else OF_REAL:
+        given = getattr(flags, flag[2:].replace("-", "_"))
+        if given is not None and given is not False:  # 0 is given
+            what = "with --real, which times whole commands" if flags.real else "without --real"
+            raise ConfigError(
+                f"{flag} does nothing {what}",
+                where="erniekit bench",
+                fix="leave it out, or leave out --real" if flags.real else "leave it out, or add --real",
+            )
+
+
+def _list_real(only: str) -> int:
+    from erniekit.bench import real_cases
+
+    for case in real_cases.chosen(_items(only)):
+        aim = f"{case.aim:,.0f} real tokens/s on one H200" if case.aim else "-"
+        emit(f"{case.name:<10} {case.about}; aim: {aim}")
+    return 0
+
+
 def _real(flags: argparse.Namespace, out: Path) -> int:
     from erniekit.bench import real, real_cases
 
-    cases = [real_cases.cut(case, flags.layers) for case in real_cases.chosen(_items(flags.only))]
-    cases = [real_cases.tiny(case) for case in cases] if flags.tiny else cases
-    if flags.steps != STEPS:
-        cases = [replace(case, steps=flags.steps) for case in cases]
     more = _options(flags).keys
-    if own := [key for key in real.OURS if key in more]:
-        raise ConfigError(
-            f"{own[0]} is the benchmark's own key",
-            where="erniekit bench --real",
-            fix="leave it out; --steps N sets the steps, --output_dir DIR where results go",
-        )
-    OwnedFiles(out).claim("real.json", *map(real.log_name, cases))
+    cases = [real_cases.cut(case, flags.layers or 0) for case in real_cases.chosen(_items(flags.only))]
+    cases = [real_cases.tiny(case) for case in cases] if flags.tiny else cases
+    if flags.steps is not None:
+        cases = [replace(case, steps=flags.steps) for case in cases]
     with tempfile.TemporaryDirectory() as work:
+        real.check_keys(cases, Path(work), more)
+        OwnedFiles(out).claim("real.json", *map(real.log_name, cases))
         results, failed = real.run_real(cases, out, Path(work), dict(more), flags.again, flags.tiny)
     for line in real.table(results):
         emit(line)
@@ -214,10 +236,12 @@ def _options(flags: argparse.Namespace) -> BenchOptions:
         if not equals:
             raise ConfigError(f"{setting!r} is not key=value", where="erniekit bench", fix="write attention=varlen")
         keys[key] = value
-    for number, flag, least in ((flags.steps, "--steps", 1), (flags.warmup, "--warmup", 1)):
-        if number < least:
-            raise ConfigError(f"{flag} is {number}", where="erniekit bench", fix=f"use {least} or more")
-    return BenchOptions(peers, flags.steps, flags.warmup, flags.tiny, flags.profile, keys, flags.seed)
+    for number, flag in ((flags.steps, "--steps"), (flags.warmup, "--warmup"), (flags.layers, "--layers")):
+        if number is not None and number < 1:
+            raise ConfigError(f"{flag} is {number}", where="erniekit bench", fix="use 1 or more")
+    return BenchOptions(
+        peers, flags.steps or STEPS, flags.warmup or WARMUP, flags.tiny, flags.profile, keys, flags.seed or 0
+    )
 
 
 def _items(text: str) -> list[str]:
@@ -229,16 +253,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("keys", nargs="*", metavar="key=value")
     parser.add_argument("--only", default="")
     parser.add_argument("--peers", default=None)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=None)
+    parser.add_argument("--warmup", type=int, default=None)
     parser.add_argument("--seconds-limit", "--seconds_limit", type=float, default=None)
     parser.add_argument("--output_dir", "--output-dir", default="bench")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--calibrate", action="store_true")
     parser.add_argument("--real", action="store_true")
-    parser.add_argument("--layers", type=int, default=0)
+    parser.add_argument("--layers", type=int, default=None)
     parser.add_argument("--again", action="store_true")
     return parser

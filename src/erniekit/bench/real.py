@@ -27,6 +27,9 @@ import yaml
 
 from erniekit.bench.real_cases import RealCase
 from erniekit.bench.report import aligned, speed
+from erniekit.config import load, refuse_later
+from erniekit.config.flat import canonical
+from erniekit.errors import ConfigError, ErnieKitError
 from erniekit.log import emit
 
 STEP = re.compile(r"\bglobal_step: (\d+)")
@@ -131,12 +134,37 @@ def _recipe(case: RealCase, folder: Path) -> Path:
     return path
 
 
+def check_keys(cases: Sequence[RealCase], work: Path, more: Mapping[str, str]) -> None:
+    """What the commands would refuse about the keys, before the first of them starts."""
+    if own := [key for key in more if canonical(key) in OURS]:
+        raise ConfigError(
+            f"{own[0]} is the benchmark's own key",
+            where="erniekit bench --real",
+            fix="leave it out; --steps N sets the steps, --output_dir DIR where results go",
+        )
+    for case in cases:
+        folder = work / case.name
+        folder.mkdir(exist_ok=True)
+        try:
+            refuse_later(load(_words(case, folder, more), "train"))
+        except ErnieKitError as error:
+            error.where = f"{error.where or 'key=value'}, case {case.name} of erniekit bench --real"
+            if case is not cases[0]:  # some take it
+                error.fix += f"; or --only with cases other than {case.name}"
+            raise
+
+
+def _words(case: RealCase, folder: Path, more: Mapping[str, str]) -> list[str]:
+    """After `erniekit train`."""
+    return [str(_recipe(case, folder)), *(f"{key}={value}" for key, value in more.items())]
+
+
 def _command(case: RealCase, folder: Path, more: Mapping[str, str], printed: TextIO) -> dict[str, Any]:
     output = folder / OUTPUT
     shutil.rmtree(output, ignore_errors=True)  # of the run before, in a folder of ours
-    words = [str(_recipe(case, folder)), *(f"{key}={value}" for key, value in more.items())]
+    words = [sys.executable, "-m", "erniekit", "train", *_words(case, folder, more)]
     began = time.monotonic()
-    lines, code = _printed([sys.executable, "-m", "erniekit", "train", *words], began, printed)
+    lines, code = _printed(words, began, printed)
     ended = time.monotonic() - began
     steps = [(when, int(found[1])) for when, line in lines if "loss: " in line and (found := STEP.search(line))]
     if why := failure(code, steps[-1][1] if steps else 0, case.steps):

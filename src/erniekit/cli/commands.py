@@ -160,7 +160,7 @@ COMMANDS: dict[str, Command] = {
         "training speed on this machine, next to other trainers",
         (
             "erniekit bench [--only A1,C1] [--peers hf,unsloth | --peers none] [key=value ...]",
-            "  --list             the workloads",
+            "  --list             the workloads; with --real its cases",
             "  --real             whole `erniekit train` commands, timed from outside; --only sft,lora,vl-lora",
             "                     --again runs each twice: caches are warm; --layers N cuts models with experts",
             "  --calibrate        rates of this device for `erniekit plan --calibration`, instead of workloads",

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 MOST = 8  # lengths: each is a compilation, and a CUDA graph where there are any
-WASTE = 0.04  # of the tokens that may be padding, where this number of lengths is enough for it
+WASTE = 0.04  # padding that may come to each real token, where this number of lengths is enough for it
 TILE = 128  # tokens that kernels work on at once; rows of LONG and more are multiples of it
 LONG = 1024
 ALIGNED = 8
@@ -48,8 +48,8 @@ def choose(
     sizes: np.ndarray, largest: int, multiple: int = ALIGNED, most: int = MOST, waste: float = WASTE
 ) -> tuple[int, ...]:
     """Rising lengths, multiples of `multiple`, whose last one holds `largest` tokens: as few as keep padding below
-    `waste` of the tokens, `most` of those sizes at most. Where sizes beyond the seen ones are possible, one length more
-    is for them."""
+    `waste` of the real tokens, `most` of those sizes at most. Where sizes beyond the seen ones are possible, one length
+    more is for them."""
     step = aligned(multiple, largest)
     needed, counts = np.unique(-(-np.maximum(sizes, 1) // step) * step, return_counts=True)
     real = max(1, int(sizes.sum()))

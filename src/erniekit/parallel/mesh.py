@@ -142,10 +142,13 @@ def fit(world: int, layout: Layout) -> Layout:
     if fixed <= world and world % fixed == 0 and layout.dp in (1, world // fixed):
         return _with_experts(layout if layout.dp == world // fixed else replace(layout, dp=world // fixed))
     degrees = " x ".join(f"{CONFIG_KEYS[a]}={getattr(layout, a)}" for a in AXES if getattr(layout, a) > 1)
-    near = [n for n in range(max(1, world // 2), 2 * max(world, fixed) + 1) if n % (fixed * layout.dp) == 0][:3]
+    near = [n for n in range(max(1, world // 2), 2 * max(world, fixed) + 1) if n % fixed == 0][:3]
+    needed = f"a multiple of {fixed}"
+    if layout.dp > 1:  # a written number of replicas is all there are
+        near, needed = [layout.size], str(layout.size)
     smaller = _divisors_that_fit(world, layout)
     raise PlanError(
-        f"{degrees} needs a multiple of {fixed * layout.dp} ranks; there are {world}",
+        f"{degrees} needs {needed} ranks; there are {world}",
         where=", ".join(CONFIG_KEYS[a] for a in AXES if getattr(layout, a) > 1),
         fix=f"start {' or '.join(map(str, near))} ranks, or on {world}: {'; '.join(smaller)}",
     )

@@ -75,13 +75,14 @@ class TrainData:
     def usual_size(self) -> float:
         """Tokens of a joined micro-batch, padding too."""
         assert self.sizes is not None
-        return float(self.sizes.mean()) * (1 + self.padded_share)
+        return float(self.sizes.mean()) + buckets.padding(self.sizes, self.lengths) / len(self.sizes)
 
     @property
     def padded_share(self) -> float:
-        """Padding added to joined rows, for each token of theirs."""
+        """Of all tokens of joined rows, padding too, those that are padding: 0 to 1."""
         assert self.sizes is not None
-        return buckets.padding(self.sizes, self.lengths) / max(1, int(self.sizes.sum()))
+        added = buckets.padding(self.sizes, self.lengths)
+        return added / max(1, int(self.sizes.sum()) + added)
 
     @property
     def length_multiple(self) -> int:

@@ -130,6 +130,7 @@ def _planned(
         "cluster": cluster.describe(),
         "ranks": cluster.size,
         "packs_per_step": job.packs,
+        "notes": list(_notes(cfg)),
         "rates": dict(place.rates.source),
         "tried": found.tried,
         "ranked": [report.as_json(one) for one in found.ranked[: max(top or 20, take)]],
@@ -165,15 +166,20 @@ def _show_job(cfg: RunConfig, job: Job, source: str, place: Site) -> None:
         f"job      {job.model.parameters() / 1e9:.2f} billion weights ({source}), {cfg.train.stage}, {how}, "
         f"{counted(job.packs, 'sequence')} of {job.length:,} tokens per step, {job.rows} in a micro-batch"
     )
-    for text in _not_counted(cfg):
+    for text in _notes(cfg):
         emit(f"note     {text}")
     emit(f"rates    {report.sources(place.rates)}")
 
 
-def _not_counted(cfg: RunConfig) -> Iterator[str]:
-    """What a run of this recipe does beyond the job that is planned."""
+def _notes(cfg: RunConfig) -> Iterator[str]:
+    """What a run of this recipe does beyond the job that is planned, and what is taken to be so."""
     from erniekit.recipes import other_models
 
+    if not cfg.data.packing and cfg.train.stage != "PT":
+        yield (
+            f"each row is planned as max_seq_len = {cfg.data.max_seq_len:,} tokens (packing: False; no data is read): "
+            "the most that it can take; if yours are shorter, max_seq_len=LENGTH plans rows of that length"
+        )
     teacher = cfg.distill.teacher_model_name_or_path
     if teacher and other_models.teacher_of(cfg) is None:
         yield f"not counted: the teacher's weights and forward pass on every rank; {teacher} has no config.json here"

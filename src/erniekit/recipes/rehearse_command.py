@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 MOST = {"--ranks": 100_000, "--micro-batches": 10_000}
 NUMBERS = ("--ranks", "--micro-batches", "--rank", "--shrunken")
 FLAGS = ("--every-rank", "--json")
+OF_FULL_SIZE = ("--rank", "--micro-batches", "--every-rank", "--json")  # nothing that --shrunken could do
 
 
 def rehearse_command(args: list[str]) -> int:
@@ -40,7 +41,9 @@ def rehearse_command(args: list[str]) -> int:
     if "--shrunken" in numbers:
         from erniekit.recipes.shrunken import train_shrunken
 
-        return train_shrunken(cfg, arguments, numbers["--shrunken"])
+        ranks = numbers.get("--ranks")
+        layout = None if ranks is None else layout_on(cfg, ranks)
+        return train_shrunken(cfg, arguments, numbers["--shrunken"], layout)
     layout = layout_on(cfg, numbers.get("--ranks"))
     if timeline is not None:
         rehearsed_timeline.placed(timeline, layout.size)  # a cluster that is too small is refused at once
@@ -195,4 +198,10 @@ def _options(args: list[str]) -> tuple[list[str], dict[str, int], set[str]]:
             numbers[name] = number
         else:
             arguments.append(argument)
+    if "--shrunken" in numbers and (other := next((f for f in OF_FULL_SIZE if f in numbers or f in flags), None)):
+        raise ConfigError(
+            f"{other} does nothing with --shrunken, which trains the run small",
+            where="erniekit rehearse",
+            fix="leave out one of them; --shrunken takes --ranks N, the ranks of the run that is made small",
+        )
     return arguments, numbers, flags

@@ -85,7 +85,8 @@ def show_data(data: TrainData) -> None:
         emit("mix      " + "; ".join(f"from step {n:,}: {'/'.join(f'{s:g}' for s in shares)}" for n, shares in steps))
     if data.lengths:
         each = ", ".join(f"{length:,}" for length in data.lengths)
-        emit(f"rows     joined, padded to {each} tokens: {data.padded_share:.1%} padding (length_buckets)")
+        share = f"{100 * data.padded_share:.1f} % of all tokens are padding"
+        emit(f"rows     joined, padded to {each} tokens: {share} (length_buckets)")
 
 
 def show_saves(cfg: RunConfig, data: TrainData) -> None:

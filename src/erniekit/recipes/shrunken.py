@@ -25,12 +25,15 @@ from erniekit.errors import ConfigError, PlanError
 from erniekit.log import emit
 from erniekit.models import MODELS
 from erniekit.models.init import init_weights
+from erniekit.parallel.mesh import CONFIG_KEYS, EXPERT_AXES, Layout
+from erniekit.parallel.world import EXPERTS_OVER
 from erniekit.printable import counted
 from erniekit.recipes.planning import raw_shape
 
 STEPS, LENGTH, LAYERS = 2, 256, 6
 PICTURES = 16  # that are drawn where a recipe's own are not here
-DEGREES = ("pipeline_parallel_degree", "tensor_parallel_degree", "sharding_parallel_degree")
+PP, TP, SHARDING, DP = (CONFIG_KEYS[axis] for axis in ("pp", "tp", "fsdp", "dp"))
+DEGREES = (PP, TP, SHARDING, DP, CONFIG_KEYS["cp"])  # of two that are equally large the first is halved
 SMALL = dict(
     vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS, num_attention_heads=8,
     num_key_value_heads=4, max_position_embeddings=1024,
@@ -61,16 +64,26 @@ def smaller(degrees: dict[str, int], most: int) -> dict[str, int]:
     return out
 
 
-def small_run(cfg: RunConfig, most: int, output: Path, cache: Path) -> tuple[int, dict[str, Any]]:
+def degrees_of(cfg: RunConfig, most: int, layout: Layout | None = None) -> dict[str, int]:
+    """Of the run as it is: the recipe's, or of its layout on a number of ranks, where those that are left replicate it.
+    most: of ranks that a degree is made for that takes all there are."""
+    if layout is not None:
+        return {name: getattr(layout, axis) for name in DEGREES for axis, key in CONFIG_KEYS.items() if key == name}
+    spread = 2 ** sum(cfg[name] > 1 for name in DEGREES)
+    left = 2 if 2 * spread <= most else 1
+    return {name: left if cfg[name] < 1 else cfg[name] for name in DEGREES}
+
+
+def small_run(
+    cfg: RunConfig, most: int, output: Path, cache: Path, layout: Layout | None = None
+) -> tuple[int, dict[str, Any]]:
     """How many ranks, and the keys that make a run of the recipe small, whatever its model and its data."""
     kind = cfg.precision.compute_type
-    spread = 2 ** sum(cfg[name] > 1 for name in DEGREES)
-    left = 2 if 2 * spread <= most else 1  # of a degree that takes all ranks there are
-    degrees = smaller({name: left if cfg[name] < 1 else cfg[name] for name in DEGREES}, most)
-    pp, _, sd = DEGREES
+    own = degrees_of(cfg, most, layout)
+    degrees = smaller(own, most)
     keys: dict[str, Any] = {
         **degrees,
-        "gradient_accumulation_steps": max(2, degrees[pp]),
+        "gradient_accumulation_steps": max(2, degrees[PP]),
         "max_steps": STEPS,
         "warmup_steps": 1,
         "max_evaluate_steps": 2,
@@ -86,11 +99,22 @@ def small_run(cfg: RunConfig, most: int, output: Path, cache: Path) -> tuple[int
         "prefetch_factor": 1,
         "no_recompute_layers": "[0]" if cfg.memory.no_recompute_layers else "[]",
     }
+    if cfg.parallel.sep_parallel_degree > 1:  # of which context_parallel_degree is the one that counts
+        keys["sep_parallel_degree"] = 1
     if cfg.parallel.expert_parallel_degree > 1:
-        keys["expert_parallel_degree"] = degrees[sd]
+        keys["expert_parallel_degree"] = _expert_degree(cfg, own, degrees)
+    if cfg.parallel.expert_tensor_parallel_degree > 1:  # which is that of tensor parallelism
+        keys["expert_tensor_parallel_degree"] = degrees[TP]
     if cfg.parallel.pp_seg_method:  # as there: the last stage, which has the head, is not the largest
-        keys["pp_seg_method"] = {2: "[0,4,9]", 3: "[0,3,6,9]", 4: "[0,3,5,7,9]"}[degrees[pp]]
+        keys["pp_seg_method"] = {2: "[0,4,9]", 3: "[0,3,6,9]", 4: "[0,3,5,7,9]"}.get(degrees[PP], "uniform")
     return math.prod(degrees.values()), keys
+
+
+def _expert_degree(cfg: RunConfig, own: Mapping[str, int], degrees: Mapping[str, int]) -> int:
+    """Over all ranks that experts can be dealt to, where the recipe's are or nothing is sharded."""
+    pool = [CONFIG_KEYS[axis] for axis in EXPERT_AXES[EXPERTS_OVER[cfg.moe.moe_group]]]
+    over_all = cfg.parallel.expert_parallel_degree >= math.prod(own[name] for name in pool)
+    return math.prod(degrees[name] for name in pool) if over_all or degrees[SHARDING] == 1 else degrees[SHARDING]
 
 
 def small_pre_training(cfg: RunConfig, keys: Mapping[str, Any], tokenizer: Path, corpus: Path) -> dict[str, Any]:
@@ -99,7 +123,7 @@ def small_pre_training(cfg: RunConfig, keys: Mapping[str, Any], tokenizer: Path,
     if "llama" not in str(cfg.model.model_name_or_path):
         small |= {f"model_config.{name}": value for name, value in SMALL_EXPERTS.items()}
     weights = (cfg.data.input_dir or "").split()[::2] if " " in (cfg.data.input_dir or "") else []
-    packs = keys["sharding_parallel_degree"] * keys["gradient_accumulation_steps"] * cfg.train.batch_size
+    packs = keys[DP] * keys[SHARDING] * keys["gradient_accumulation_steps"] * cfg.train.batch_size
     return {
         **small,
         "tokenizer_name": tokenizer,
@@ -153,12 +177,13 @@ def write_small_corpus(tokenizer: Path, prefix: Path) -> None:
     index_command([str(text), "--model_name_or_path", str(tokenizer), "--output", str(prefix), "--num_proc", "1"])
 
 
-def train_shrunken(cfg: RunConfig, arguments: list[str], most: int) -> int:
-    """Trains a small model of the recipe, by the command itself; its exit code: 2 where it was refused, else 0 or 1."""
+def train_shrunken(cfg: RunConfig, arguments: list[str], most: int, layout: Layout | None = None) -> int:
+    """Trains a small model of the recipe, by the command itself; its exit code: 2 where it was refused, else 0 or 1.
+    layout: of the run on a number of ranks; else the recipe's degrees are the run's."""
     refuse_later(cfg)
     with tempfile.TemporaryDirectory(prefix="erniekit-shrunken-") as place:
         folder = Path(place)
-        ranks, keys = small_run(cfg, most, folder / "out", folder / "cache")
+        ranks, keys = small_run(cfg, most, folder / "out", folder / "cache", layout)
         raw, own = raw_shape(cfg)
         raw = {**raw, **(cfg.model.model_config or {})}
         if raw.get("vision_config"):
@@ -179,11 +204,18 @@ def train_shrunken(cfg: RunConfig, arguments: list[str], most: int) -> int:
             keys["teacher_model_name_or_path"] = folder / "model"
         typed = [*arguments, *(f"{name}={value}" for name, value in keys.items())]
         typed += [f"nproc_per_node={ranks}", f"log_dir={folder / 'log'}"]
-        emit(f"rehearse shrunken: {counted(STEPS, 'step')} of training on {counted(ranks, 'real rank')}")
+        emit(f"rehearse shrunken: {counted(STEPS, 'step')} on {counted(ranks, 'real rank')}{_how(keys, most)}")
         env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         code = subprocess.run([sys.executable, "-m", "erniekit", "train", *typed], env=env, check=False).returncode
     emit("result   it trains" if code == 0 else f"result   it stopped with exit code {code}: see above")
     return code if code in (0, 2) else 1
+
+
+def _how(keys: Mapping[str, Any], most: int) -> str:
+    """How the ranks are laid out, or why there is one where more were allowed."""
+    if shown := ", ".join(f"{name}={keys[name]}" for name in DEGREES if keys[name] > 1):
+        return f": {shown}"
+    return f" of up to {most}: the recipe's degrees are 1; --ranks {most} makes replicas" if most > 1 else ""
 
 
 def _data(cfg: RunConfig, folder: Path) -> dict[str, str]:

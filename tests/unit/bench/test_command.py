@@ -11,6 +11,7 @@ import pytest
 
 from erniekit.bench import worker
 from erniekit.bench.command import Worker
+from erniekit.bench.real_cases import CASES
 from erniekit.bench.report import remarks, table
 from erniekit.bench.workloads import WORKLOADS, BenchOptions
 from erniekit.cli.main import main
@@ -63,6 +64,13 @@ def test_every_workload_runs_tiny(tmp_path: Path, capfd: pytest.CaptureFixture[s
         (["--steps", "0"], "--steps is 0"),
         (["attention"], "'attention' is not key=value"),
         (["--fast"], "unrecognized arguments: --fast"),
+        (["--layers", "2"], "--layers does nothing without --real"),
+        (["--again"], "--again does nothing without --real"),
+        (["--real", "--peers", "hf"], "--peers does nothing with --real"),
+        (["--real", "--seed", "0"], "--seed does nothing with --real"),
+        (["--real", "--warmup", "3"], "--warmup does nothing with --real"),
+        (["--real", "--calibrate"], "--calibrate does nothing with --real"),
+        (["--real", "--layers", "0"], "--layers is 0"),
         (["--stepps", "2"], "did you mean --steps? erniekit bench --help lists what it takes"),
     ],
 )
@@ -74,6 +82,19 @@ def test_a_mistake_is_told_in_one_line(words: list[str], said: str, capsys: pyte
 def test_the_list_names_every_workload(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--list"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(WORKLOADS)
+
+
+def test_the_list_of_whole_commands_has_their_names_what_they_are_and_their_aims(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["bench", "--real", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(CASES)
+    for line, case in zip(lines, CASES.values(), strict=True):
+        assert case.about in line
+        assert (f"{case.aim:,.0f} real tokens/s" if case.aim else "aim: -") in line
+    assert main(["bench", "--real", "--list", "--only", "lora"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
 
 
 def test_no_time_left_begins_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

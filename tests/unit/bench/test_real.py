@@ -15,7 +15,7 @@ import sentencepiece
 
 from erniekit.bench import real, real_cases
 from erniekit.bench.real import failure, rates, table, write_model, write_rows
-from erniekit.bench.real_cases import CASES, tiny
+from erniekit.bench.real_cases import CASES, RealCase, tiny
 from erniekit.cli.main import main
 from erniekit.data.formats.detection import Detected
 from erniekit.data.tokenizer import load_tokenizer
@@ -65,12 +65,14 @@ def test_every_case_runs_tiny(name: str, tmp_path: Path) -> None:
 def test_a_command_that_fails_is_told_with_its_exit_code_its_last_lines_and_its_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--real", "--tiny", "--again", "--only", "sft", "--output_dir", str(tmp_path), "lora_rank=none_at_all"]
+    words = ["--real", "--tiny", "--again", "--only", "sft", "--output_dir", str(tmp_path)]
+    words.append("tensor_parallel_degree=2")  # which no rule about keys is against, and one device is
     assert main(["bench", *words]) == 1
+    refused = "tensor_parallel_degree=2 needs a multiple of 2 ranks; there are 1"
     said, log = capsys.readouterr().out, tmp_path / "real-sft.log"
     assert f"sft failed: exit code 2; all it printed is in {log}" in said
-    assert "  error: lora_rank is 'none_at_all'" in said
-    assert log.read_text().count("lora_rank is 'none_at_all'") == 1, "what failed is not run again"
+    assert f"  error: {refused}" in said
+    assert log.read_text().count(refused) == 1, "what failed is not run again"
     (result,) = json.loads((tmp_path / "real.json").read_text())["results"]
     assert result["exit_code"] == 2
 
@@ -103,6 +105,45 @@ def test_keys_that_results_are_read_from_are_not_changed(tmp_path: Path, capsys:
     assert main(["bench", "--real", "--tiny", "--output_dir", str(tmp_path / "out"), "max_steps=3"]) == 2
     assert "max_steps" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("lora_rnk=3", ["unknown key 'lora_rnk'", "did you mean lora_rank", "case sft of erniekit bench --real"]),
+        ("lora_rank=none_at_all", ["lora_rank is 'none_at_all'; expected a whole number"]),
+        ("moe_dropout_prob=0.5", ["not in this version: dropout"]),
+        # Which the first case takes, and a later one does not.
+        ("neftune_noise_alpha=5", ["case dpo of erniekit bench --real", "--only with cases other than dpo"]),
+        ("data=my.jsonl", ["data is the benchmark's own key"]),
+    ],
+)
+def test_keys_are_checked_for_every_case_before_one_starts(
+    key: str, said: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "--real", "--tiny", "--output_dir", str(tmp_path / "out"), key]) == 2
+    told = capsys.readouterr()
+    assert told.out == "", "no case has begun"
+    assert not (tmp_path / "out").exists()
+    assert "fix:   " in told.err
+    for part in said:
+        assert part in told.err
+
+
+def test_a_written_number_of_steps_counts_though_it_is_that_of_the_workloads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a command measures is given here."""
+    steps: list[int] = []
+
+    def measured(case: RealCase, *_: object) -> dict[str, object]:
+        steps.append(case.steps)
+        return {"case": case.name, "about": "", "failed": [], "why": "not run"}
+
+    monkeypatch.setattr(real, "measured", measured)
+    for more in ([], ["--steps", "8"]):
+        main(["bench", "--real", "--only", "lora", "--output_dir", str(tmp_path), *more])
+    assert steps == [CASES["lora"].steps, 8]
 
 
 def test_five_rows_with_a_picture_fill_a_pack_as_in_the_workload(tmp_path: Path) -> None:

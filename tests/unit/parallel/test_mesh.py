@@ -49,6 +49,13 @@ def test_a_product_that_does_not_fit_names_the_numbers_and_what_would(world: int
     assert f"on {world}:" in caught.value.fix
 
 
+def test_a_written_number_of_replicas_is_the_only_one_that_fits() -> None:
+    with pytest.raises(PlanError) as caught:
+        fit(8, Layout(dp=2, tp=2))
+    assert caught.value.what == "data_parallel_degree=2 x tensor_parallel_degree=2 needs 4 ranks; there are 8"
+    assert caught.value.fix.startswith("start 4 ranks, or on 8:")
+
+
 def test_explicit_stage_bounds_count_the_embedding_as_entry_zero() -> None:
     layout = layout_of(Section(pipeline_parallel_degree=2, pp_seg_method=("0", "29", "57")))
     assert layout.stage_cuts == (28,), "entry 29 is layer 28: the 300B recipes' cut of 54 layers"

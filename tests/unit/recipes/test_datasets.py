@@ -1,14 +1,18 @@
-"""How much data a step takes where the recipe leaves it to the size of the data."""
+"""How much data a step takes where the recipe leaves it to the size of the data, and what of it is padding."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from erniekit.config import load
+from erniekit.data.mix import SampleOrder
+from erniekit.data.pack import PackStream
 from erniekit.errors import ConfigError
-from erniekit.recipes.datasets import accumulation_by_size, dataset_files, file_shares
+from erniekit.parallel.mesh import World
+from erniekit.recipes.datasets import TrainData, accumulation_by_size, dataset_files, file_shares
 
 
 @pytest.mark.parametrize(
@@ -46,3 +50,18 @@ def test_a_hub_dataset_to_evaluate_on_names_its_split():
     with pytest.raises(ConfigError, match="which split") as refused:
         dataset_files(cfg, "eval")
     assert "owner/name?split=test" in refused.value.fix
+
+
+@pytest.mark.parametrize(
+    ("sizes", "share", "usual"),
+    [
+        ([10, 30, 56], 0.5, 64),  # 96 real tokens, 96 of padding
+        ([1, 1], 126 / 128, 64),  # far more padding than real tokens
+        ([64, 128], 0.0, 96),
+    ],
+)
+def test_padding_is_told_as_its_share_of_all_tokens(sizes, share, usual):
+    stream = PackStream(SampleOrder([len(sizes)], [1.0]), [np.array(sizes)], 128, packing=False)
+    data = TrainData([], stream, [], 1, 1, 1, 1, 0, 0, 0, World(), 1, lengths=(64, 128), sizes=np.array(sizes))
+    assert data.padded_share == pytest.approx(share)
+    assert data.usual_size == usual

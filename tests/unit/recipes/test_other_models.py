@@ -13,7 +13,7 @@ from erniekit.config import load
 from erniekit.parallel.mesh import Layout
 from erniekit.planner.cards import CARDS, rates_of
 from erniekit.planner.evaluate import Site, evaluate
-from erniekit.recipes.plan_command import _not_counted
+from erniekit.recipes.plan_command import _notes
 from erniekit.recipes.planning import job_of, shape_of
 from support.planned_recipe import RECIPE
 
@@ -35,9 +35,9 @@ def recipe(tmp_path: Path) -> Path:
         (["eval_generate=2"], "answers that evaluations generate"),
     ],
 )
-def test_what_is_not_counted_is_said(words: list[str], said: str) -> None:
-    assert any(said in text for text in _not_counted(load(words, "train")))
-    assert not list(_not_counted(load([], "train")))
+def test_what_is_notes_is_said(words: list[str], said: str) -> None:
+    assert any(said in text for text in _notes(load(words, "train")))
+    assert not list(_notes(load([], "train")))
 
 
 def counted(recipe: Path, *words: str) -> tuple[Any, Any]:

@@ -39,6 +39,20 @@ def test_a_plan_is_ranked_explained_and_priced(recipe: Path, capsys: pytest.Capt
         assert word in text
 
 
+def test_rows_that_are_not_packed_are_said_to_be_planned_at_their_longest(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", str(recipe), "--cluster", "4x24G", "max_seq_len=2048"]
+    for packing in (True, False):
+        assert main([*words, f"packing={packing}"]) == 0
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note ")]
+        assert any("each row is planned as max_seq_len = 2,048 tokens" in line for line in lines) == (not packing)
+        assert main([*words, f"packing={packing}", "--json"]) == 0
+        notes = json.loads(capsys.readouterr().out)["notes"]
+        assert [f"note     {note}" for note in notes] == lines
+        assert any("max_seq_len=LENGTH plans rows of that length" in note for note in notes) == (not packing)
+
+
 def test_a_pipelines_step_is_drawn_and_a_foreign_picture_is_left_alone(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

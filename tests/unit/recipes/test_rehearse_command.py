@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from erniekit.cli.main import main
-from erniekit.errors import PlanError
 from erniekit.parallel import comm, gradients
 from erniekit.parallel.mesh import Layout
 from erniekit.recipes.rehearsal import fewest
-from erniekit.recipes.shrunken import SMALL, SMALL_EXPERTS, small_shape, smaller
+from erniekit.recipes.shrunken import SMALL, SMALL_EXPERTS
 
 SHAPE = dict(
     SMALL, model_type="ernie4_5_moe", num_hidden_layers=2, vocab_size=256, rms_norm_eps=1e-5, rope_theta=1e4,
@@ -93,6 +92,10 @@ def test_one_rank_is_run_for_real_with_the_plan_beside_it(words, capsys):
         (["--ranks", "1000000"], "more than is rehearsed"),
         (["--micro-batches", "1000000"], "more than is rehearsed"),
         (["--ranks", "3"], "needs a multiple of 2 ranks; there are 3"),
+        (["--ranks", "3", "--shrunken", "2"], "needs a multiple of 2 ranks; there are 3"),
+        (["--ranks", "8", "--shrunken", "2"], "a layout spread over 2 axes needs 4 ranks"),
+        (["--shrunken", "2", "--json"], "--json does nothing with --shrunken"),
+        (["--shrunken", "2", "--rank", "0"], "--rank does nothing with --shrunken"),
         (["sharding_parallel_degree=-1", "sharding=stage1"], "how many?"),
         (["model_name_or_path=nowhere"], "the shape of nowhere is not known"),
         (["stage=VL-SFT"], "does not see"),
@@ -112,20 +115,6 @@ def test_micro_batches_are_as_few_as_show_the_schedule():
     assert fewest(4, Layout(pp=8)) == 2  # fewer than stages: all forward, then all backward
     assert fewest(64, Layout(pp=8, virtual_stages=2)) == 8
     assert fewest(1, Layout(tp=2)) == 1
-
-
-def test_degrees_shrink_but_what_was_spread_stays_spread():
-    assert smaller({"pp": 12, "tp": 8, "sd": 1}, 8) == {"pp": 3, "tp": 2, "sd": 1}
-    with pytest.raises(PlanError, match="needs 8 ranks"):
-        smaller({"pp": 4, "tp": 4, "sd": 4}, 4)
-
-
-def test_a_small_shape_keeps_what_tells_models_apart():
-    raw = dict(SHAPE, hidden_size=1024, num_attention_heads=16, head_dim=128, moe_layer_start_index=3)
-    small = small_shape(raw)
-    assert small["head_dim"] * small["num_attention_heads"] == 2 * small["hidden_size"]
-    assert (small["moe_layer_start_index"], small["moe_num_shared_experts"]) == (3, 1)
-    assert small["tie_word_embeddings"]
 
 
 BESIDE = {
