@@ -109,13 +109,13 @@ def show(wanted: Wanted, traces: Mapping[int, Trace], alike: Sequence[Sequence[i
     cluster = placed(wanted, len(traces))
     times = timed(traces, ClusterRates(cluster))
     last = slowest(times.values())
-    drawn = _drawn(times, alike, last)
+    shown = drawn(times, alike, last)
     if isinstance(wanted.target, Path):
-        write_picture(wanted.target, as_svg(drawn))
+        write_picture(wanted.target, as_svg(shown))
     if not quiet:
-        for k, line in enumerate(_lines(wanted, cluster, last, len(drawn), len(alike))):
+        for k, line in enumerate(_lines(wanted, cluster, last, len(shown), len(alike))):
             emit(f"{'timeline' if k == 0 else '':<9}{line}")
-        for line in as_text(drawn) if wanted.target == TERMINAL else ():
+        for line in as_text(shown) if wanted.target == TERMINAL else ():
             emit(f"  {line}")
     return {
         "file": None if wanted.target == TERMINAL else str(wanted.target),
@@ -123,7 +123,7 @@ def show(wanted: Wanted, traces: Mapping[int, Trace], alike: Sequence[Sequence[i
         "assumed": wanted.cluster is None,
         "slowest": last.rank,
         **numbers(last),
-        "ranks": [{"rank": one.rank, **numbers(one)} for one in drawn],
+        "ranks": [{"rank": one.rank, **numbers(one)} for one in shown],
     }
 
 
@@ -138,14 +138,16 @@ def numbers(one: RankTimes) -> dict[str, float]:
     }
 
 
-def _drawn(times: Mapping[int, RankTimes], alike: Sequence[Sequence[int]], last: RankTimes) -> list[RankTimes]:
-    """One of each kind, the slowest for its own."""
-    ranks = [last.rank if last.rank in kind else kind[0] for kind in alike]
-    chosen = ranks[:SHOWN] if last.rank in ranks[:SHOWN] else [*ranks[: SHOWN - 1], last.rank]
-    return [times[rank] for rank in sorted(chosen)]
+def drawn(times: Mapping[int, RankTimes], alike: Sequence[Sequence[int]], last: RankTimes) -> list[RankTimes]:
+    """One of each kind, the slowest for its own; of many kinds some from the first to the last."""
+    ranks = sorted(last.rank if last.rank in kind else kind[0] for kind in alike)
+    chosen = {ranks[k * (len(ranks) - 1) // (SHOWN - 1)] for k in range(SHOWN)} if len(ranks) > SHOWN else set(ranks)
+    if last.rank not in chosen:
+        chosen.remove(min(chosen, key=lambda rank: abs(rank - last.rank)))
+    return [times[rank] for rank in sorted(chosen | {last.rank})]
 
 
-def _lines(wanted: Wanted, cluster: Cluster, last: RankTimes, drawn: int, kinds: int) -> Iterator[str]:
+def _lines(wanted: Wanted, cluster: Cluster, last: RankTimes, shown: int, kinds: int) -> Iterator[str]:
     assumed = " (assumed)" if wanted.cluster is None else ""
     yield (
         f"{_time(last.step)} a step on {cluster.describe()}{assumed}: rank {last.rank} computes "
@@ -154,7 +156,7 @@ def _lines(wanted: Wanted, cluster: Cluster, last: RankTimes, drawn: int, kinds:
         f"waits {_time(last.waiting)}"
     )
     if isinstance(wanted.target, Path):
-        yield f"{wanted.target}: {drawn} of {kinds} kinds of ranks"
+        yield f"{wanted.target}: {shown} of {kinds} kinds of ranks"
 
 
 def _time(value: float) -> str:

@@ -6,7 +6,6 @@ the host is taken to be ahead of all of them, as it is of a card. No torch in he
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -43,12 +42,9 @@ class Moments:
     def __init__(self) -> None:
         self.on = False  # False until the step begins
         self.stream = COMPUTES
-        self._made: list[Moment] = []
+        self.made: list[Moment] = []
         self._last: dict[int, int] = {}  # of each stream
         self._work = CountedWork()
-
-    def __iter__(self) -> Iterator[Moment]:
-        return iter(self._made)
 
     def begin(self) -> None:
         self.on = True
@@ -81,15 +77,15 @@ class Moments:
 
     def after(self, stream: int, place: int) -> None:
         """The stream goes on when the place is reached."""
-        if place >= 0 and self._made[place].stream != stream:
+        if place >= 0 and self.made[place].stream != stream:
             self._add(AFTER, stream, place)
 
     def _add(self, kind: str, stream: int, number: int, work: CountedWork | None = None) -> None:
         if self.on:
             if kind != WORK:
                 self._close()
-            self._last[stream] = len(self._made)
-            self._made.append(Moment(kind, stream, number, work))
+            self._last[stream] = len(self.made)
+            self.made.append(Moment(kind, stream, number, work))
 
     def _close(self) -> None:
         if self._work:

@@ -4,11 +4,12 @@ or as SVG for a page. Called by `erniekit rehearse --timeline`. No torch.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from html import escape
 
-from erniekit.rehearse.timing import COPIES, RankTimes, TimeSpan, both, joined, length
+from erniekit.rehearse.timing import COPIES, RankTimes, TimeSpan, both, in_order, joined, length
 
 NARROWEST = 40  # columns of a picture in text
 ROW, LEFT, HIGH, BETWEEN = 18, 64, 15, 8  # SVG: pixels of a row, of its label, of a box, between two ranks
@@ -96,7 +97,7 @@ def as_svg(ranks: Sequence[RankTimes], width: int = 1200) -> str:
         out += _boxes(times.computing, top, scale, COMPUTING, "computes")
         for op, (_, colour) in [*LOOKS.items(), ("", OTHER)]:
             spans = [s for s in times.transfers if s.what == op or (not op and s.what not in LOOKS)]
-            out += _boxes(sorted(spans), top + ROW, scale, colour, "", times.computing)
+            out += _boxes(in_order(spans), top + ROW, scale, colour, "", times.computing)
     out += _legend_boxes(ranks, height - 30)
     out += [f'<text x="4" y="{height - 6}">{escape(_summary(ranks))}</text>', "</svg>"]
     return "\n".join(out) + "\n"
@@ -105,16 +106,15 @@ def as_svg(ranks: Sequence[RankTimes], width: int = 1200) -> str:
 def _boxes(
     spans: Sequence[TimeSpan], top: int, scale: float, colour: str, what: str, behind: Sequence[TimeSpan] = ()
 ) -> list[str]:
-    """behind: a span that is wholly inside these is pale."""
+    """behind: the more of a span is inside these, the paler it is."""
     out, drawn = [], -1.0
     for span in spans:
         x, wide = LEFT + span.start * scale, (span.end - span.start) * scale
         if wide < THINNEST and x - drawn < THINNEST:
             continue
         drawn = x
-        hidden = length(both([TimeSpan(span.start, span.end)], behind)) if behind else 0.0
-        share = hidden / ((span.end - span.start) or 1.0)
-        title = what or (span.about if span.about.startswith(span.what) else f"{span.what} {span.about}")
+        share = _hidden(span, behind)
+        title = what or (span.call.with_line() if span.call is not None else span.what)
         more = f", {share:.0%} of it hidden" if behind else ""
         out.append(
             f'<rect x="{x:.1f}" y="{top}" width="{max(0.3, wide):.1f}" height="{HIGH}" fill="{colour}" '
@@ -124,10 +124,19 @@ def _boxes(
     return out
 
 
+def _hidden(span: TimeSpan, behind: Sequence[TimeSpan]) -> float:
+    """The share of it; of the others, which may be many, only those near it are looked at."""
+    first = bisect_left(behind, span.start, key=lambda other: other.end)
+    after = bisect_left(behind, span.end, lo=first, key=lambda other: other.start)
+    return length(both([span], behind[first:after])) / ((span.end - span.start) or 1.0)
+
+
 def _legend_boxes(ranks: Sequence[RankTimes], y: int) -> list[str]:
-    seen = dict.fromkeys(span.what if span.what in LOOKS else "other" for times in ranks for span in times.transfers)
+    seen: dict[str, list[str]] = {}  # by colour: both ends of a message have one
+    for op in dict.fromkeys(span.what for times in ranks for span in times.transfers):
+        seen.setdefault(LOOKS.get(op, OTHER)[1], []).append(op)
     parts = [("computes", COMPUTING), ("does not compute", STALLED)]
-    parts += [(op, LOOKS.get(op, OTHER)[1]) for op in seen]
+    parts += [("/".join(ops) if colour != OTHER[1] else "other", colour) for colour, ops in seen.items()]
     out = []
     for k, (name, colour) in enumerate(parts):
         x = LEFT + 125 * k

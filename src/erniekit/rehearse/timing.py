@@ -36,7 +36,7 @@ class TimeSpan(NamedTuple):
     start: float
     end: float
     what: str = ""  # of a transfer: all_gather, ...
-    about: str = ""  # its shape, and the line that made it
+    call: Call | None = None  # as this rank made it
 
 
 @dataclass
@@ -105,7 +105,7 @@ def slowest(times: Iterable[RankTimes]) -> RankTimes:
 class _Run:
     def __init__(self, traces: Mapping[int, Trace], rates: StepRates) -> None:
         self.traces, self.rates = traces, rates
-        self.moments = {rank: list(trace.moments or ()) for rank, trace in traces.items()}
+        self.moments = {rank: trace.moments.made if trace.moments else [] for rank, trace in traces.items()}
         self.times = {rank: RankTimes(rank, 0.0) for rank in traces}
         self.at = dict.fromkeys(traces, 0)
         self.tails: dict[int, dict[int, float]] = {rank: defaultdict(float) for rank in traces}
@@ -121,7 +121,8 @@ class _Run:
         """As far as the rank comes; the ranks that may go on thereafter."""
         woken: list[int] = []
         moments, tails, over = self.moments[rank], self.tails[rank], self.over[rank]
-        for moment in moments[self.at[rank] :]:
+        for at in range(self.at[rank], len(moments)):
+            moment = moments[at]
             now = tails[moment.stream]
             if moment.kind == WORK:
                 now = self._work(rank, moment, now)
@@ -137,7 +138,7 @@ class _Run:
                 now = max(now, over[moment.number])
             tails[moment.stream] = now
             over.append(now)
-            self.at[rank] += 1
+            self.at[rank] = at + 1
         return woken
 
     def _work(self, rank: int, moment: Moment, now: float) -> float:
@@ -145,7 +146,7 @@ class _Run:
         end = now + self.rates.seconds(rank, moment.work)
         times = self.times[rank]
         if moment.stream != COMPUTES:
-            times.transfers.append(TimeSpan(now, end, COPIES, "on the stream of its transfers"))
+            times.transfers.append(TimeSpan(now, end, COPIES))
         elif times.computing and times.computing[-1].end == now:
             times.computing[-1] = TimeSpan(times.computing[-1].start, end)
         else:
@@ -165,7 +166,7 @@ class _Run:
         end = begin + max(duration(one, call, self.rates) for one, call in unlike)
         self.ends[joint] = self.free[order] = end
         for one, call in parts:
-            self.times[one].transfers.append(TimeSpan(begin, end, call.op, call.with_line()))
+            self.times[one].transfers.append(TimeSpan(begin, end, call.op, call))
         return self.waiting.pop(joint, [])
 
 
@@ -193,10 +194,14 @@ def volume(rank: int, call: Call) -> float:
     return size
 
 
+def in_order(spans: Iterable[TimeSpan]) -> list[TimeSpan]:
+    return sorted(spans, key=lambda span: span[:2])
+
+
 def joined(spans: Iterable[TimeSpan]) -> list[TimeSpan]:
     """In order, those that overlap as one."""
     out: list[TimeSpan] = []
-    for span in sorted(spans):
+    for span in in_order(spans):
         if out and span.start <= out[-1].end:
             out[-1] = TimeSpan(out[-1].start, max(out[-1].end, span.end))
         else:

@@ -11,9 +11,10 @@ import pytest
 from erniekit.cli.main import main
 from erniekit.planner.cards import CARDS, rates_of
 from erniekit.planner.cluster import parse
-from erniekit.recipes.rehearsed_timeline import ClusterRates, seconds
+from erniekit.recipes.rehearsed_timeline import ClusterRates, drawn, seconds
 from erniekit.recipes.shrunken import SMALL
 from erniekit.rehearse.moments import CountedWork
+from erniekit.rehearse.timing import RankTimes
 
 SHAPE = dict(
     SMALL, model_type="ernie4_5", num_hidden_layers=2, vocab_size=256, rms_norm_eps=1e-5, rope_theta=1e4,
@@ -110,6 +111,17 @@ def test_bad_input_is_three_lines_and_exit_code_2(words, capsys, more, says):
     err = capsys.readouterr().err
     assert says in err
     assert "fix:" in err
+
+
+def test_of_many_kinds_some_are_drawn_from_the_first_to_the_last_and_the_slowest():
+    times = {rank: RankTimes(rank, 1.0) for rank in range(96)}
+    alike = [[first, first + 1] for first in range(0, 96, 2)]
+    for slow in (0, 41, 94):
+        shown = [one.rank for one in drawn(times, alike, times[slow])]
+        assert len(shown) == len(set(shown)) == 16
+        assert slow in shown
+        assert (shown[0], shown[-1]) == (0, 94)
+    assert [one.rank for one in drawn(times, alike[:3], times[3])] == [0, 3, 4]
 
 
 def test_links_are_those_inside_a_machine_between_machines_and_between_islands(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from erniekit.kernels.expert_mlp import expert_mlp
 from erniekit.kernels.moe_permute import by_expert
@@ -22,7 +23,7 @@ def counted(run) -> CountedWork:
     trace = Trace(0)
     with shapes_only(), streams_seen(trace), step_counted(trace):
         run()
-    (found,) = [moment.work for moment in trace.moments or () if moment.work is not None]
+    (found,) = [moment.work for moment in trace.moments.made if moment.work is not None]
     return found
 
 
@@ -68,18 +69,27 @@ def recorded(layout: Layout) -> Moments:
 
 
 def test_gathers_of_fully_shard_are_on_streams_of_their_own() -> None:
-    found = list(recorded(Layout(fsdp=4, sharding_stage=3)))
+    found = recorded(Layout(fsdp=4, sharding_stage=3)).made
     assert {moment.stream for moment in found if moment.kind == WORK} > {0}
     assert sum(moment.kind == START and moment.stream != 0 for moment in found) > 8
     assert any(moment.kind == AFTER and moment.stream == 0 for moment in found)
 
 
 def test_sums_of_tensor_parallel_ranks_are_waited_for_where_they_are_computed() -> None:
-    found = list(recorded(Layout(tp=2)))
+    found = recorded(Layout(tp=2)).made
     assert {moment.stream for moment in found} == {0}
     starts = [k for k, moment in enumerate(found) if moment.kind == START]
     assert len(starts) > 8
     assert all(found[k + 1].kind == WAIT and found[k + 1].number == found[k].number for k in starts)
+
+
+def test_a_call_that_is_not_waited_for_at_once_leaves_room_for_computation() -> None:
+    x = torch.zeros(8192, 64)
+    with opened(0, 2) as trace, shapes_only(), streams_seen(trace), step_counted(trace):
+        under_way = dist.all_reduce(torch.zeros(4), async_op=True)
+        x @ x.t()
+        under_way.wait()
+    assert [moment.kind for moment in trace.moments.made] == [START, WORK, WAIT]
 
 
 def test_torch_has_its_own_streams_again_afterwards() -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
+from erniekit.rehearse.calls import Call, RankGroup
 from erniekit.rehearse.timeline_picture import SVG_MARK, as_svg, as_text
 from erniekit.rehearse.timing import RankTimes, TimeSpan
 
-GATHER = TimeSpan(0, 4, "all_gather", "all_gather bfloat16 [8] at <here>.py:1")
+PAIR = RankGroup((0, 1))
+GATHER = TimeSpan(0, 4, "all_gather", Call("all_gather", PAIR, (8,), "bfloat16", source="<here>.py:1"))
 # Computes from 2 to 6 of 10 seconds; a gather that is half hidden, a short sum at the end.
 RANK = RankTimes(
-    3, 10.0, [TimeSpan(2, 6)], [GATHER, TimeSpan(9.9, 10, "all_reduce", "all_reduce float32 [] at b.py:2")]
+    3,
+    10.0,
+    [TimeSpan(2, 6)],
+    [GATHER, TimeSpan(9.9, 10, "all_reduce", Call("all_reduce", PAIR, (), "float32", source="b.py:2"))],
 )
 
 

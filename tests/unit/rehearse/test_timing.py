@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -163,6 +164,18 @@ def test_ranks_that_wait_for_ever_are_refused() -> None:
     alone.wait(alone.sums(1.0))
     with pytest.raises(ValueError, match="for ever"):
         ranks(alone, Recorder(1))
+
+
+def test_thousands_of_ranks_in_large_groups_take_seconds() -> None:
+    """In proportion to the calls."""
+    stages = [RankGroup(tuple(range(first, first + 168))) for first in range(0, 2016, 168)]
+    traces = [Recorder(rank) for rank in range(2016)]
+    for trace in traces:
+        for _ in range(20):
+            trace.wait(trace.computes(1.0).sums(1.0, stages[trace.rank // 168]))
+    began = time.process_time()
+    assert slowest(ranks(*traces).values()).computed == 20
+    assert time.process_time() - began < 10  # 0.6 s on a free core of two
 
 
 @pytest.mark.parametrize(
