@@ -126,8 +126,8 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
         dog,
         tell,
         ExitStack() as ends,
+        signals.ends_compilers(),
     ):
-        ends.enter_context(signals.ends_compilers())
         dog.phase("prepare")
         signals.preparing = True
         parts.end("plan")
