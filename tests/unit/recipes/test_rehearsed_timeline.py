@@ -9,6 +9,8 @@ from xml.etree import ElementTree
 import pytest
 
 from erniekit.cli.main import main
+from erniekit.parallel import early_sums
+from erniekit.parallel.engine import Engine
 from erniekit.planner.cards import CARDS, rates_of
 from erniekit.planner.cluster import parse
 from erniekit.recipes.rehearsed_timeline import ClusterRates, drawn, seconds
@@ -53,6 +55,15 @@ def test_gathers_of_shards_overlap_and_sums_of_tensor_parallel_ranks_do_not(word
         assert parts == pytest.approx(one["step_seconds"])
         assert one["computing_seconds"] > 0
         assert one["assumed"] is True
+
+
+def test_sums_of_data_parallel_ranks_begin_inside_the_backward_pass(words, capsys, monkeypatch):
+    monkeypatch.setattr(early_sums, "BUCKET", 20_000)
+    copies = told(capsys, *words, "fine_tuning=Full", "data_parallel_degree=2")
+    assert copies["hidden_seconds"] > 0
+    monkeypatch.setattr(Engine, "early_sums", lambda *_: None)
+    waits = told(capsys, *words, "fine_tuning=Full", "data_parallel_degree=2")
+    assert waits["hidden_seconds"] == 0 < waits["exposed_seconds"]
 
 
 def test_the_line_names_the_cluster_and_the_picture_is_printed(words, capsys):
