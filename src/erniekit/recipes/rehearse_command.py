@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from erniekit.config import RunConfig, load
 from erniekit.errors import ConfigError, PlanError
 from erniekit.log import emit
+from erniekit.printable import counted
 from erniekit.recipes import rehearsed_timeline
 
 if TYPE_CHECKING:
@@ -73,8 +74,8 @@ def layout_on(cfg: RunConfig, ranks: int | None) -> Layout:
         if cfg.parallel.sharding_parallel_degree < 1:
             raise PlanError(
                 "the recipe shards over all ranks there are: how many?",
-                where=cfg.origin("sharding_parallel_degree"),
-                fix="--ranks 8",
+                where="sharding_parallel_degree",
+                fix="--ranks 8, or sharding_parallel_degree=8",
             )
         own = layout_of(cfg.parallel, 1, cfg.moe.moe_group)
         ranks = math.prod(getattr(own, axis) for axis in AXES)
@@ -91,9 +92,10 @@ def _all_ranks(job: Rehearsal, every: bool, quiet: bool, timeline: Wanted | None
 
     layout = job.layout
     alike = [[rank] for rank in range(layout.size)] if every else kinds(layout, shapes_of(job))
+    of = max(1, job.config.train.gradient_accumulation_steps)
+    step = f"{job.micro_batches} of {counted(of, 'micro-batch', 'micro-batches')}"
     if not quiet:
-        of = max(1, job.config.train.gradient_accumulation_steps)
-        emit(f"kinds    {len(alike)} among {layout.size} ranks; {job.micro_batches} of {of} micro-batches")
+        emit(f"kinds    {len(alike)} among {counted(layout.size, 'rank')}; {step}")
     job = replace(job, timed=timeline is not None)
     recorded, findings = record_all(job, [group[0] for group in alike], quiet)
     calls = messages = groups = 0
@@ -114,7 +116,7 @@ def _all_ranks(job: Rehearsal, every: bool, quiet: bool, timeline: Wanted | None
         if not findings:
             emit("result   all ranks' calls match, and none waits for ever")
     if timeline is not None and not findings:
-        more["timeline"] = rehearsed_timeline.show(timeline, traces, alike, quiet)
+        more["timeline"] = rehearsed_timeline.show(timeline, traces, alike, step, quiet)
     return {
         "ranks": layout.size,
         "layout": layout.describe(),

@@ -104,8 +104,11 @@ def seconds(work: CountedWork, rates: CardRates) -> float:
     return products + attention + work.passes / rates.elementwise + work.update / rates.update
 
 
-def show(wanted: Wanted, traces: Mapping[int, Trace], alike: Sequence[Sequence[int]], quiet: bool) -> dict[str, Any]:
-    """Draws it, prints the line of totals, and returns the numbers for programs."""
+def show(
+    wanted: Wanted, traces: Mapping[int, Trace], alike: Sequence[Sequence[int]], micro_batches: str, quiet: bool
+) -> dict[str, Any]:
+    """Draws it, prints the line of totals, and returns the numbers for programs. micro_batches: how many were run, in
+    words."""
     cluster = placed(wanted, len(traces))
     times = timed(traces, ClusterRates(cluster))
     last = slowest(times.values())
@@ -113,7 +116,7 @@ def show(wanted: Wanted, traces: Mapping[int, Trace], alike: Sequence[Sequence[i
     if isinstance(wanted.target, Path):
         write_picture(wanted.target, as_svg(shown))
     if not quiet:
-        for k, line in enumerate(_lines(wanted, cluster, last, len(shown), len(alike))):
+        for k, line in enumerate(_lines(wanted, cluster, last, micro_batches, len(shown), len(alike))):
             emit(f"{'timeline' if k == 0 else '':<9}{line}")
         for line in as_text(shown) if wanted.target == TERMINAL else ():
             emit(f"  {line}")
@@ -121,6 +124,7 @@ def show(wanted: Wanted, traces: Mapping[int, Trace], alike: Sequence[Sequence[i
         "file": None if wanted.target == TERMINAL else str(wanted.target),
         "cluster": cluster.describe(),
         "assumed": wanted.cluster is None,
+        "step": micro_batches,
         "slowest": last.rank,
         **numbers(last),
         "ranks": [{"rank": one.rank, **numbers(one)} for one in shown],
@@ -147,10 +151,12 @@ def drawn(times: Mapping[int, RankTimes], alike: Sequence[Sequence[int]], last: 
     return [times[rank] for rank in sorted(chosen | {last.rank})]
 
 
-def _lines(wanted: Wanted, cluster: Cluster, last: RankTimes, shown: int, kinds: int) -> Iterator[str]:
-    assumed = " (assumed)" if wanted.cluster is None else ""
+def _lines(
+    wanted: Wanted, cluster: Cluster, last: RankTimes, micro_batches: str, shown: int, kinds: int
+) -> Iterator[str]:
+    assumed = " (no --cluster given)" if wanted.cluster is None else ""
     yield (
-        f"{_time(last.step)} a step on {cluster.describe()}{assumed}: rank {last.rank} computes "
+        f"{_time(last.step)} for a step of {micro_batches} on {cluster.describe()}{assumed}: rank {last.rank} computes "
         f"{_time(last.computed)}, transfers {_time(last.communication)} ({_time(last.hidden)} hidden, "
         f"{_time(last.exposed)} exposed), "
         f"waits {_time(last.waiting)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
 import time
@@ -14,11 +15,12 @@ from typing import Any
 
 from erniekit.checkpoint.state import TrainState
 from erniekit.errors import ErnieKitError, Preempted
-from erniekit.log import warn
+from erniekit.log import emit, warn
 from erniekit.parallel.compiled import is_of_compiler
 from erniekit.printable import counted
 from erniekit.train.step import StepResult
 
+TELLS_AFTER_S = 3.0  # most steps are over by then
 _active: list[Signals] = []
 
 
@@ -88,10 +90,17 @@ class Signals:
 
     def _listen(self) -> None:
         count = 0
-        while number := os.read(self._reader, 1)[0]:
+        while number := self._next(told=count != 1):
             count += number in self.WATCHED
             if count == 2:
                 os._exit(128 + number)
+
+    def _next(self, told: bool) -> int:
+        """The number of the next signal; 0: the end. told: False where a first one came and the run goes on: a step
+        that compiles its layers takes minutes."""
+        if not told and not select.select([self._reader], [], [], TELLS_AFTER_S)[0]:
+            emit("stopping after this step, with a save; a second signal (Ctrl-C) ends the run now, without one")
+        return os.read(self._reader, 1)[0]
 
 
 class NotFinite(ErnieKitError):

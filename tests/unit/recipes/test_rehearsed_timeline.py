@@ -70,7 +70,7 @@ def test_the_line_names_the_cluster_and_the_picture_is_printed(words, capsys):
     assert main([*words, *SHARDED, "--timeline", "-", "--cluster", "2x4xA100"]) == 0
     out = capsys.readouterr().out
     (line,) = [line for line in out.splitlines() if line.startswith("timeline")]
-    assert "a step on 2 x 4 A100 of 79 GiB: rank 0 computes" in line
+    assert "for a step of 1 of 1 micro-batch on 2 x 4 A100 of 79 GiB: rank 0 computes" in line
     assert "hidden" in line
     assert "rank 0 " in out.split(line)[1]
     assert "G all_gather" in out
