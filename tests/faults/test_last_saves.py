@@ -19,6 +19,7 @@ WITHOUT = dict(save_strategy="no", max_steps=3, **TP)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.full
 def test_a_signal_within_the_final_save_ends_with_that_save_and_the_model(server: RankServer, rank: int) -> None:
     run, at = f"t2-end-{rank}", dict(at="file", call=5) if rank == 0 else dict(at="answer", call=2)
     with fault("T2", "SIGTERM to one rank of two within the save at the end of a run without checkpoints") as row:
@@ -30,6 +31,7 @@ def test_a_signal_within_the_final_save_ends_with_that_save_and_the_model(server
         assert (server.folder / run / "model.safetensors").is_file()
 
 
+@pytest.mark.full
 def test_a_kill_within_the_only_save_says_that_nothing_is_there_and_the_run_begins_again(server: RankServer) -> None:
     folder = server.folder / "k5-only"
     with fault("K5", "kill -9 of one rank of two within the only save of a run") as row:
@@ -45,6 +47,7 @@ def test_a_kill_within_the_only_save_says_that_nothing_is_there_and_the_run_begi
         assert again.steps(0) == [1, 2, 3], again.story()
 
 
+@pytest.mark.full
 def test_a_second_run_into_the_folder_is_refused_and_the_first_goes_on_undisturbed(server: RankServer) -> None:
     keys = dict(max_steps=60, save_total_limit=100, **TP)
     folder = server.folder / "first"

@@ -50,6 +50,7 @@ def told_in_three_lines(ended: Ended, rank: int, lost: str, step: int, folder: P
     assert "gloo" not in said, story
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "rank", "at", "keys"),
     [
@@ -77,6 +78,7 @@ def test_a_rank_killed_within_a_save_is_named_with_the_whole_checkpoint_and_the_
         judge(row, two, server.folder / run, [ended, again], finished=True)
 
 
+@pytest.mark.full
 def test_of_three_ranks_both_that_are_left_name_the_one_that_died(server: RankServer) -> None:
     with fault("K5", "kill -9 of one rank of three within a save") as row:
         keys = dict(data_parallel_degree=3, two_files=True, max_steps=LAST)
@@ -196,6 +198,7 @@ def test_a_damaged_second_file_is_named_and_the_run_goes_on_from_the_checkpoint_
         judge(row, two, folder, [again], finished=True)
 
 
+@pytest.mark.full
 def test_a_damaged_checkpoint_that_was_asked_for_is_refused_with_the_one_before_it(
     server: RankServer, stopped: Path
 ) -> None:
@@ -212,6 +215,7 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_refused_with_the_one_before_
 # --- a disk that is full for one of them
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("call", [2, 5])
 def test_a_disk_that_is_full_for_one_file_of_a_rank_costs_that_save_alone(
     server: RankServer, two: Reference, call: int
@@ -227,6 +231,7 @@ def test_a_disk_that_is_full_for_one_file_of_a_rank_costs_that_save_alone(
         judge(row, two, server.folder / run, [ended], finished=True)
 
 
+@pytest.mark.full
 def test_a_limit_on_a_files_size_ends_the_run_with_what_to_do(server: RankServer, two: Reference) -> None:
     with fault("D1", "rank 1 may write no file as large as its second one") as row:
         ended = server.run("d5-limit", faults=[dict(rank=1, step=4, at="file", do="full", call=1)], **TWO)
@@ -250,6 +255,7 @@ def in_one_file(server: RankServer) -> Path:
     return killed_in_step_5(server, "stopped-one", **ONE)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("ranks", "keys"),
     [
