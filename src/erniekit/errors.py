@@ -49,7 +49,7 @@ class PlanError(ErnieKitError):
 
 
 class RankLost(ErnieKitError):
-    """Another rank of the run ended. Nobody's mistake in this one: its launcher may start all of them again."""
+    """Another rank of the run exited. Not a user error: the launcher may restart all ranks."""
 
     exit_code = 1
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-_PROBE = 9_999  # the tag of a message that nobody sends
+_PROBE = 9_999  # tag of receives that only test a connection: no rank sends with it
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 

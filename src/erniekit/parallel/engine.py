@@ -139,10 +139,10 @@ class Engine:
     ) -> EarlySums | None:
         """Sums of gradients that begin inside backward (early_sums.py); None where ranks exchange other tensors there:
         calls in two groups may come in another order on another rank, and NCCL would hang."""
-        layout, looks = self.world.layout, any(seeing(part) is not None for part in self.parts)
-        alone = layout.tp == layout.pp == layout.cp == layout.fsdp == 1 and layout.experts_over == "none"
-        group = None if self.sync is None else self.sync.replica_group
-        if self.sync is None or group is None or looks or not alone:
+        layout, group = self.world.layout, None if self.sync is None else self.sync.replica_group
+        if self.sync is None or group is None or self.pipeline is not None or not layout.whole_layers:
+            return None
+        if any(seeing(part) is not None for part in self.parts):  # whose backward has sums of its own
             return None
         if on_host(group) and self.device.type != "cpu":
             return None

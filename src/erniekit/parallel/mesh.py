@@ -62,6 +62,11 @@ class Layout:
         return self.dp * self.fsdp
 
     @property
+    def whole_layers(self) -> bool:
+        """Whether a rank computes its layers without other ranks' tensors."""
+        return self.tp == self.cp == self.fsdp == 1 and self.experts_over == "none"
+
+    @property
     def length_multiple(self) -> int:
         """What a row's length must divide by: context parallelism cuts it into two pieces a rank, in mirrored order."""
         return (2 * self.cp if self.cp > 1 else 1) * (self.tp if self.sequence_parallel else 1)
@@ -310,7 +315,7 @@ class World:
 
     def ended(self, ranks: Iterable[int] | None = None) -> list[int]:
         """Those of these ranks (None: of all others) whose process is no more, once a connection of theirs was found
-        closed. In this group nobody closes one and lives on."""
+        closed. In the control group a connection closes only when its process exits."""
         if self.control is None:
             return []
         from erniekit.parallel import comm

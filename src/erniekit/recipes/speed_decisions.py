@@ -227,7 +227,7 @@ def _collectives_inside(layout: Layout) -> str | None:
     """Why layers of this layout cannot be recorded; copies of a model that only add their gradients up can."""
     if layout.pp > 1:
         return "a pipeline has several micro-batches under way, of which a graph holds one"
-    if layout.tp > 1 or layout.cp > 1 or layout.fsdp > 1 or layout.experts_over != "none":
+    if not layout.whole_layers:
         return "ranks exchange tensors inside the layers"
     return None
 

@@ -31,12 +31,8 @@ def as_text(ranks: Sequence[RankTimes], width: int = 100) -> list[str]:
     out = []
     for times in ranks:
         each = (times.step or 1.0) / columns
-        computed, moved = (
-            _shares(times.computing, each, columns),
-            defaultdict[str, list[float]](lambda: [0.0] * columns),
-        )
-        for mark, spans in _by_mark(times.transfers).items():
-            moved[mark] = _shares(joined(spans), each, columns)
+        computed = _shares(times.computing, each, columns)
+        moved = {m: _shares(joined(spans), each, columns) for m, spans in _by_mark(times.transfers).items()}
         top = "".join("#" if share >= 0.5 else "+" if share > 0 else "." for share in computed)
         below = "".join(_most({mark: shares[k] for mark, shares in moved.items()}) for k in range(columns))
         out += [f"rank {times.rank:<6} {top}", f"{'':<11} {below}"]

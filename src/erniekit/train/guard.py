@@ -90,17 +90,14 @@ class Signals:
 
     def _listen(self) -> None:
         count = 0
-        while number := self._next(told=count != 1):
-            count += number in self.WATCHED
+        while number := os.read(self._reader, 1)[0]:
+            if number not in self.WATCHED:
+                continue
+            count += 1
             if count == 2:
                 os._exit(128 + number)
-
-    def _next(self, told: bool) -> int:
-        """The number of the next signal; 0: the end. told: False where a first one came and the run goes on: a step
-        that compiles its layers takes minutes."""
-        if not told and not select.select([self._reader], [], [], TELLS_AFTER_S)[0]:
-            emit("stopping after this step, with a save; a second signal (Ctrl-C) ends the run now, without one")
-        return os.read(self._reader, 1)[0]
+            if not select.select([self._reader], [], [], TELLS_AFTER_S)[0]:  # a step that compiles takes minutes
+                emit("stopping after this step, with a save; a second signal (Ctrl-C) ends the run now, without one")
 
 
 class NotFinite(ErnieKitError):

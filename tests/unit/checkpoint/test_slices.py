@@ -181,7 +181,7 @@ def test_peak_memory_is_the_piece_and_a_chunk(tmp_path):
     start, plain, turned, whole = map(float, done.stdout.split())
     # The first reading also keeps its buffers of a chunk of 4 each, which the second takes again: 80 to 92 were seen.
     assert 60 < plain - start < 64 + 48, "the piece, a chunk of 4 and its copies, and torch's first steps"
-    assert 60 < turned - plain < 64 + 8
+    assert 60 < turned - plain < 64 + 24, "as before; a second copy of the piece would be 64 more"
     assert whole - turned > 230, "the measure sees what is read whole"
 
 
