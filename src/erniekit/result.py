@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+# A variable, 1 where a command trains in a folder that it removes: there is nothing to type next.
+REMOVED = "ERNIEKIT_RUN_IS_REMOVED"
+
 
 @dataclass(frozen=True)
 class RunResult:

@@ -28,6 +28,7 @@ def test_a_recipe_is_made_small_and_trains(name, capfd, monkeypatch):
     assert main(["rehearse", str(ROOT / "examples" / RECIPES[name]), "--shrunken", "2"]) == 0
     out = capfd.readouterr().out
     assert "global_step: 2" in out
+    assert "next     " not in out, "the run's folder is removed"
     assert ("on 1 real rank of up to 2: the recipe's degrees are 1; --ranks 2" in out) == (name != "pre-training")
     assert "result   it trains" in out
 

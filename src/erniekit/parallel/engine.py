@@ -16,7 +16,7 @@ from erniekit.model_contract import seeing
 from erniekit.parallel import comm, context
 from erniekit.parallel.compiled import eager
 from erniekit.parallel.early_sums import EarlySums
-from erniekit.parallel.fsdp import reshard, sync_gradients
+from erniekit.parallel.fsdp import reshard, set_sharing
 from erniekit.parallel.gradients import GradientSync
 from erniekit.parallel.mesh import World
 from erniekit.parallel.reduce import all_reduce, on_host
@@ -112,7 +112,7 @@ class Engine:
             total = torch.zeros((), device=self.device)
             for k, (batch, share) in enumerate(zip(mine, shares)):
                 last = k == len(mine) - 1
-                sync_gradients(self.parts, last, self.world)
+                set_sharing(self.parts, last, self.world)
                 if self.hardware.scales_in_loss:  # with the scale in the loss, the head forms its gradients once
                     loss = self.loss(self.model, batch, scale=self.averaged_over / share)
                     self._before_backward(loss, last)

@@ -86,11 +86,17 @@ def _gather_uncast(name: str) -> None:
     FSDPParam.init_dtype_attrs = init_dtype_attrs  # type: ignore[method-assign, assignment]
 
 
-def sync_gradients(parts: list[nn.Module], on: bool, world: World) -> None:
-    """Stage 1 reduces once a step, at its last micro-batch; stages 2 and 3 after every one, to hold less."""
-    if world.layout.fsdp > 1 and world.layout.sharding_stage == 1:
-        for part in parts:
-            part.set_requires_gradient_sync(on)  # type: ignore[operator]
+def set_sharing(parts: list[nn.Module], last: bool, world: World) -> None:
+    """last: of the step's micro-batches. Stage 1 reduces gradients once a step, at that one; stages 2 and 3 after every
+    one, to hold less. In stages 1 and 2 weights are gathered once a step, and stay so until then: the end of each
+    forward pass, where memory is fullest, has them all anyway."""
+    stage = world.layout.sharding_stage
+    if world.layout.fsdp == 1 or stage == 3:
+        return
+    for part in parts:
+        part.set_reshard_after_backward(last)  # type: ignore[operator]
+        if stage == 1:
+            part.set_requires_gradient_sync(last)  # type: ignore[operator]
 
 
 def reshard(parts: list[nn.Module], world: World) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from erniekit.errors import PlanError
 from erniekit.parallel.boundary import Arriving, Boundary
-from erniekit.parallel.fsdp import sync_gradients
+from erniekit.parallel.fsdp import set_sharing
 from erniekit.parallel.mesh import World
 from erniekit.parallel.pipeline_actions import (
     BACKWARD,
@@ -187,7 +187,7 @@ class _Step:
         out = self.outputs.pop((stage, m))
         x = self.inputs.pop((stage, m), None)
         grad = None if stage == self.pipeline.count - 1 else self._taken(Action(RECEIVE_GRADIENT, stage, m))
-        sync_gradients([module.part], m == len(self.batches) - 1, self.pipeline.world)
+        set_sharing([module.part], m == len(self.batches) - 1, self.pipeline.world)
         passed: torch.Tensor | None
         if apart and x is not None:
             passed, self.waiting[stage, m] = backward_of_input(out, grad, x, module.parameters())

@@ -12,7 +12,6 @@ MARKS = {FORWARD: "F", BACKWARD: "B", INPUT: "I", WEIGHT: "W"}
 COLOURS = {FORWARD: "#4f8fd0", BACKWARD: "#d9a441", INPUT: "#d9a441", WEIGHT: "#6fae75"}
 NARROWEST = 40  # columns of a picture in text
 ROW, LEFT, HIGH = 26, 64, 20  # SVG: pixels of a rank, of its label, of a box
-SVG_MARK = "<!-- written by `erniekit plan` -->"
 
 
 def as_text(timeline: Timeline, width: int = 100) -> list[str]:
@@ -51,7 +50,6 @@ def as_svg(timeline: Timeline, width: int = 1200) -> str:
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
         'font-size="11">',
-        SVG_MARK,
     ]
     for rank, spans in enumerate(timeline.ranks):
         top = 4 + ROW * rank

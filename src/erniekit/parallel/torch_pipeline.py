@@ -20,7 +20,7 @@ from torch.distributed.pipelining import (
 )
 
 from erniekit.parallel.boundary import Boundary
-from erniekit.parallel.fsdp import sync_gradients
+from erniekit.parallel.fsdp import set_sharing
 from erniekit.parallel.mesh import World
 from erniekit.parallel.pipeline import HiddenShape, Loss, Pipeline, StageModule
 from erniekit.parallel.world import check_schedule
@@ -32,7 +32,7 @@ class LayerStage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        sync_gradients([self.submod.part], last_backward, self.submod.world)  # type: ignore[list-item, arg-type]
+        set_sharing([self.submod.part], last_backward, self.submod.world)  # type: ignore[list-item, arg-type]
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:

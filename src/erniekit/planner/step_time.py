@@ -145,7 +145,7 @@ def timed(job: Job, layout: Layout, m: int, again: tuple[int, ...], place: Site,
         seconds = step_seconds(job.schedule, layout.pp, layout.virtual_stages, m, piped)
     else:
         seconds = ideal + (layout.pp - 1) * (found.longest + 2 * send)
-    after, update = _after(job, layout, m, place, seconds)
+    after, update = _after(job, layout, m, place, seconds, sum(found.backward))
     total = seconds + after + update
     layers = sum(len(stages[s]) for s in range(0, len(stages), layout.pp))
     return Timed(
@@ -158,16 +158,19 @@ def timed(job: Job, layout: Layout, m: int, again: tuple[int, ...], place: Site,
     )
 
 
-def _after(job: Job, layout: Layout, m: int, place: Site, seconds: float) -> tuple[float, float]:
+def _after(job: Job, layout: Layout, m: int, place: Site, seconds: float, backward: float) -> tuple[float, float]:
     """What follows the pipeline: (collectives of weights and gradients that do not end beside it, the update). Of the
     rank that takes longest, as all begin their updates together, when the norm of all gradients is known, and
-    the next step needs every one. The first rank of a model with experts may have only dense layers, and few states."""
+    the next step needs every one. The first rank of a model with experts may have only dense layers, and few states.
+    backward: of one micro-batch."""
     stages, links = pipeline_stages(job, layout), timing.Links(place.rates, place.devices)
     hidden_by = seconds if place.card.overlaps else 0.0
     found = []
     for rank in stages.fullest:
         share = _share(job, layout, rank, m)
         overlapped, after = timing.sharing_time(job, layout, share, m, links)
+        if place.card.overlaps:
+            after -= min(backward, after * timing.early_share(job, layout, share))
         found.append((after + max(0.0, overlapped - hidden_by), timing.update_time(share, job, place.rates)))
     return max(found, key=sum)
 

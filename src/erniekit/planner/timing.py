@@ -178,14 +178,22 @@ def update_time(share: Share, job: Job, rates: CardRates) -> float:
     return max(away, (2 * states + share.gradients + share.trained * job.compute) / rate)
 
 
+def early_share(job: Job, layout: Layout, share: Share) -> float:
+    """Of the gradients of data-parallel ranks, those whose sums begin inside the last backward pass
+    (parallel/early_sums.py): all but the embedding's, which comes last. An adapter's fit into one bucket."""
+    if not layout.whole_layers or layout.pp > 1 or job.rank or job.model.vision is not None or not share.trained:
+        return 0.0
+    return max(0.0, 1 - job.model.vocab_size * job.model.hidden_size / share.trained)
+
+
 def sharing_time(job: Job, layout: Layout, share: Share, micro_batches: int, links: Links) -> tuple[float, float]:
     """Seconds of weights and gradients between data ranks: (overlapped with the computation, after it)."""
     overlapped = after = 0.0
     reach = layout.tp * layout.cp
     if layout.fsdp > 1:
         ranks, extent = layout.fsdp * layout.cp, layout.fsdp * reach
-        times = 2 if layout.sharding_stage == 3 else 1
-        overlapped += micro_batches * times * links.gather(share.gathered, ranks, extent)
+        times = 2 * micro_batches if layout.sharding_stage == 3 else 1
+        overlapped += times * links.gather(share.gathered, ranks, extent)
         reductions = 1 if layout.sharding_stage == 1 else micro_batches
         overlapped += reductions * links.gather(4 * share.reduced, ranks, extent)
         after += links.reduce(4 * share.trained, layout.dp, layout.dp * extent)

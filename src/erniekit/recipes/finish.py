@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -12,11 +13,12 @@ from erniekit.config import RunConfig
 from erniekit.errors import CheckpointError
 from erniekit.log import emit, paint, typed, warn
 from erniekit.parallel.mesh import World
+from erniekit.printable import counted
 from erniekit.recipes import plan_check
 from erniekit.recipes.built import Built
 from erniekit.recipes.final_choice import choose, verify_model
 from erniekit.recipes.run_plan import RunPlan
-from erniekit.result import RunResult
+from erniekit.result import REMOVED, RunResult
 from erniekit.track import Trackers
 from erniekit.track.report import write_report
 from erniekit.track.results import write_results, write_trainer_state
@@ -109,14 +111,15 @@ def print_result(output: Path, result: RunResult, trainer: Trainer, plan: RunPla
     evaluation = f", eval_loss {m['eval_loss']:.4f}" if "eval_loss" in m else ""
     if trainer.stop_reason:
         emit(trainer.stop_reason)
-    steps = f"{result.steps} step{'s' * (result.steps != 1)}"
     emit(
-        f"{paint('done', 'green', 'bold')}     {steps} in {m['train_runtime']:.0f} s, "
+        f"{paint('done', 'green', 'bold')}     {counted(result.steps, 'step')} in {m['train_runtime']:.0f} s, "
         f"train_loss {m['train_loss']:.4f}{evaluation}"
     )
     if planned := plan_check.line_of(plan, usual):
         emit(f"plan     {planned}")
     if result.note:
         warn(result.note)
+    if os.environ.get(REMOVED) == "1":
+        return
     emit(f"result   {output}    report {report}")
     emit("next     " + f"\n{'':9}".join(result.next_commands))

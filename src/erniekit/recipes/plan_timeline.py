@@ -3,25 +3,26 @@ picture may go is decided here for `erniekit rehearse` too (rehearsed_timeline.p
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from erniekit.errors import ConfigError
 from erniekit.log import emit
-from erniekit.parallel.pipeline_timeline import SVG_MARK, as_svg, as_text
-from erniekit.rehearse import timeline_picture
+from erniekit.parallel.pipeline_timeline import as_svg, as_text
 
 if TYPE_CHECKING:
     from erniekit.planner.evaluate import Candidate
 
 SHOWN = 4  # micro-batches for each rank: further ones look the same
 TERMINAL = "-"
-OURS = (SVG_MARK, timeline_picture.SVG_MARK)
+MARK = re.compile("<!-- drawn by erniekit; sha256 of the lines above: ([0-9a-f]{64}) -->\n?")  # a picture's last line
 
 
 def timeline_target(text: str | None) -> str | Path | None:
-    """`-` for the terminal, or an SVG file that is not there or was drawn by us."""
+    """`-` for the terminal, or an SVG file that is not there, or is as we drew it."""
     if text is None or text == TERMINAL:
         return text
     target = Path(text).expanduser()
@@ -32,19 +33,23 @@ def timeline_target(text: str | None) -> str | Path | None:
     if not target.parent.is_dir():
         raise ConfigError(f"no folder {target.parent}", where="--timeline", fix="create it, or name another file")
     if target.is_symlink() or (target.exists() and not (target.is_file() and _is_ours(target))):
-        raise ConfigError(f"{target} exists and was not drawn by us", where="--timeline", fix="name a new file")
+        what = f"{target} exists and was not drawn by erniekit, or was changed since"
+        raise ConfigError(what, where="--timeline", fix="name a new file")
     return target
 
 
 def _is_ours(target: Path) -> bool:
-    with target.open(encoding="utf-8", errors="replace") as lines:
-        return any(line.strip() in OURS for line in (lines.readline(), lines.readline()))
+    lines = target.read_bytes().splitlines(keepends=True) or [b""]
+    mark = MARK.fullmatch(lines[-1].decode("utf-8", "replace"))
+    return mark is not None and mark[1] == hashlib.sha256(b"".join(lines[:-1])).hexdigest()
 
 
 def write_picture(target: Path, picture: str) -> None:
     """Whole or not at all."""
     made = target.with_name(f".{target.name}.{os.getpid()}")
-    made.write_text(picture, encoding="utf-8")
+    drawn = picture.encode()
+    mark = f"<!-- drawn by erniekit; sha256 of the lines above: {hashlib.sha256(drawn).hexdigest()} -->\n"
+    made.write_bytes(drawn + mark.encode())
     os.replace(made, target)
 
 

@@ -192,8 +192,9 @@ def _options(args: list[str]) -> tuple[list[str], dict[str, int], set[str]]:
         elif name in NUMBERS:
             text = value if equals else next(rest, "")
             number = int(text) if re.fullmatch("[0-9]{1,9}", text) else -1
-            if number < (0 if name == "--rank" else 1):
-                raise ConfigError(f"{name} {text or 'without a number'}", where="erniekit rehearse", fix=f"{name} 8")
+            if number < (least := 0 if name == "--rank" else 1):
+                what = f"{name} {text}: not a whole number from {least}" if text else f"{name} has no number"
+                raise ConfigError(what, where="erniekit rehearse", fix=f"{name} 8")
             if number > (most := MOST.get(name, number)):
                 what = f"{name} {number:,} is more than is rehearsed"
                 raise ConfigError(what, where="erniekit rehearse", fix=f"at most {most:,}")

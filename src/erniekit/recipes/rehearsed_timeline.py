@@ -155,15 +155,17 @@ def _lines(
     wanted: Wanted, cluster: Cluster, last: RankTimes, micro_batches: str, shown: int, kinds: int
 ) -> Iterator[str]:
     assumed = " (no --cluster given)" if wanted.cluster is None else ""
+    parts = (last.step, last.computed, last.communication, last.hidden, last.exposed, last.waiting)
+    step, computes, transfers, hidden, exposed, waits = map(time_text, parts)
     yield (
-        f"{_time(last.step)} for a step of {micro_batches} on {cluster.describe()}{assumed}: rank {last.rank} computes "
-        f"{_time(last.computed)}, transfers {_time(last.communication)} ({_time(last.hidden)} hidden, "
-        f"{_time(last.exposed)} exposed), "
-        f"waits {_time(last.waiting)}"
+        f"{step} for a step of {micro_batches} on {cluster.describe()}{assumed}: rank {last.rank} computes {computes}, "
+        f"transfers {transfers} ({hidden} hidden, {exposed} exposed), waits {waits}"
     )
     if isinstance(wanted.target, Path):
         yield f"{wanted.target}: {shown} of {kinds} kinds of ranks"
 
 
-def _time(value: float) -> str:
+def time_text(value: float) -> str:
+    if 0 < value < 1e-4:
+        return f"{value * 1e6:.2g} µs"
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"

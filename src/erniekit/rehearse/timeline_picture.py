@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from html import escape
 
 from erniekit.rehearse.timing import COPIES, RankTimes, TimeSpan, both, in_order, joined, length
@@ -14,7 +14,6 @@ from erniekit.rehearse.timing import COPIES, RankTimes, TimeSpan, both, in_order
 NARROWEST = 40  # columns of a picture in text
 ROW, LEFT, HIGH, BETWEEN = 18, 64, 15, 8  # SVG: pixels of a row, of its label, of a box, between two ranks
 THINNEST = 0.2  # pixels: of boxes that are narrower, those at the same place are drawn once
-SVG_MARK = "<!-- written by `erniekit rehearse` -->"
 COMPUTING, STALLED = "#4f8fd0", "#e4e4e4"
 # A mark and a colour of each transfer.
 LOOKS = {
@@ -36,7 +35,8 @@ def as_text(ranks: Sequence[RankTimes], width: int = 100) -> list[str]:
         top = "".join("#" if share >= 0.5 else "+" if share > 0 else "." for share in computed)
         below = "".join(_most({mark: shares[k] for mark, shares in moved.items()}) for k in range(columns))
         out += [f"rank {times.rank:<6} {top}", f"{'':<11} {below}"]
-    return [*out, *legend(ranks)]
+    drawn = set("".join(out[1::2]).upper())  # a transfer may be too short for a mark of its own
+    return [*out, *legend(ranks, drawn)]
 
 
 def _shares(spans: Sequence[TimeSpan], each: float, columns: int) -> list[float]:
@@ -63,11 +63,11 @@ def _most(shares: dict[str, float]) -> str:
     return mark if shares[mark] >= 0.5 else mark.lower()
 
 
-def legend(ranks: Sequence[RankTimes]) -> list[str]:
+def legend(ranks: Sequence[RankTimes], drawn: Collection[str]) -> list[str]:
     names: dict[str, list[str]] = defaultdict(list)
     for op in dict.fromkeys(span.what for times in ranks for span in times.transfers):
         names[LOOKS.get(op, OTHER)[0]].append(op)
-    marks = ", ".join(f"{mark} {'/'.join(of)}" for mark, of in sorted(names.items()))
+    marks = ", ".join(f"{mark} {'/'.join(of)}" for mark, of in sorted(names.items()) if mark in drawn)
     return [
         "# computes, + less than half of the slice, . not at all",
         f"transfers: {marks or 'none'}; small letters: less than half of the slice",
@@ -84,7 +84,6 @@ def as_svg(ranks: Sequence[RankTimes], width: int = 1200) -> str:
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
         'font-size="11">',
-        SVG_MARK,
     ]
     for k, times in enumerate(ranks):
         top = 4 + each * k

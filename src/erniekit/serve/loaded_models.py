@@ -181,6 +181,8 @@ def with_adapter(base: nn.Module, found: Found) -> nn.Module:
 def context_length(s: ServeSection, config: DecoderConfig, dtype: torch.dtype, device: Device) -> int:
     """As requested; else the model's own, or what fits one sequence's cache in memory, with a note."""
     if s.max_model_len is not None:
+        if s.max_model_len > config.max_positions:
+            warn(f"context: {config.max_positions:,} tokens, the model's own; max_model_len is {s.max_model_len:,}")
         return min(s.max_model_len, config.max_positions)
     free = device.usable_memory(s.gpu_memory_utilization)
     fits = free // bytes_per_block(config, s.block_size, dtype, config.mtp_layers > 0) * s.block_size

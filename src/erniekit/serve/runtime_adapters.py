@@ -134,7 +134,10 @@ class RuntimeAdapters:
         try:
             return await asyncio.wrap_future(done)
         except ErnieKitError as error:
-            raise RequestError(400, f"the adapter cannot be loaded: {error.what}"[:400], param="lora_path") from None
+            what = error.what
+            for allowed in self.folders:  # a client names folders below these, and need not know where they are
+                what = what.replace(f"{allowed}/", "")
+            raise RequestError(400, f"the adapter cannot be loaded: {what}"[:400], param="lora_path") from None
         except Exception as error:
             warn(f"an adapter could not be loaded: {type(error).__name__}: {error}"[:400])
             raise RequestError(400, "the adapter cannot be loaded: its files are damaged", param="lora_path") from None

@@ -1,6 +1,6 @@
 """`erniekit server`: a model folder behind the OpenAI interface, until a signal ends it. Called by cli/commands.py.
 
-The embedded engine runs in this process; the others are programs that engines/started.py starts and watches.
+The embedded engine runs in this process; the others are programs that engines/launched.py starts and watches.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from erniekit.config import RunConfig, load, refuse_later
 from erniekit.config.address import is_loopback
+from erniekit.config.flat import KEYS
 from erniekit.errors import ConfigError
 from erniekit.extras import install_command
 from erniekit.log import emit, warn
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from erniekit.serve.loaded_models import LoadedModels
     from erniekit.serve.middleware import Middleware
 
+# Sections of the config, and keys of others, that no server reads.
+NOT_READ = {"compile", "max_steps", "num_train_epochs", "batch_size"}
+OF_TRAINING = {"checkpoint", "data", "distill", "dpo", "memory", "optim", "score", "tracking", "tuning"}
 ENGINE_S = 2.0  # for the engine's thread to end, once it is stopped
 SWITCH_S = (
     0.001  # the engine's thread and the event loop's take turns: with Python's 5 ms a step could wait for a stream
@@ -44,6 +48,7 @@ def server_command(args: list[str]) -> int:
     """`erniekit server DIR | RECIPE.yaml [key=value ...]`."""
     cfg = load(args, "server")
     refuse_later(cfg, "server")
+    note_unread(cfg)
     key = read_key(cfg)
     check_address(cfg, key)
     check_adapter_folders(cfg)
@@ -54,6 +59,13 @@ def server_command(args: list[str]) -> int:
         return serve_external(cfg, name, key)
     need_packages()
     return serve_embedded(cfg, key)
+
+
+def note_unread(cfg: RunConfig) -> None:
+    """A recipe holds keys of every command; a key that was typed for this one and changes nothing is worth a line."""
+    read = [name for name, key in KEYS.items() if key.section not in OF_TRAINING and name not in NOT_READ]
+    if idle := cfg.typed_besides(read):
+        warn(f"without effect on a server: {', '.join(idle)}")
 
 
 def choose_engine(cfg: RunConfig) -> str:

@@ -13,7 +13,7 @@ from erniekit.planner.evaluate import Site, evaluate
 from erniekit.planner.job import Job
 from erniekit.planner.schedule import step_seconds
 from erniekit.planner.step_time import alone, pipeline_stages
-from erniekit.planner.timing import update_time
+from erniekit.planner.timing import Links, sharing_time, update_time
 from erniekit.recipes.planning import job_of, shape_of
 
 H200 = Site(CARDS["h200"], rates_of(CARDS["h200"]), 8, limit=float("inf"))
@@ -67,3 +67,24 @@ def test_a_step_ends_with_the_update_of_the_rank_that_has_the_most_states(job: J
     piped = step_seconds("auto", layout.pp, layout.virtual_stages, 8, made.times)
     assert max(updates) > 1.5 * updates[0], "the first has dense layers"
     assert made.seconds == pytest.approx(piped + max(updates))
+
+
+def test_sums_of_data_parallel_ranks_are_hidden_but_for_the_embeddings() -> None:
+    words = "model_name_or_path=ERNIE-4.5-0.3B train_dataset_path=y compute_type=bf16 max_seq_len=8192"
+    layout, together = Layout(dp=8), Layout(dp=8, cp=2)
+    waiting = replace(H200, card=replace(H200.card, overlaps=False))
+
+    def spared(fine_tuning: str, layout: Layout) -> tuple[float, float]:
+        """Seconds of a step that overlap spares, and what all the sums take."""
+        cfg = load([*words.split(), f"fine_tuning={fine_tuning}"], "train")
+        job = job_of(cfg, shape_of(cfg), packs=8)
+        share = job.blocks.stage(layout, range(18), True, True, 1)
+        sums = sharing_time(job, layout, share, 1, Links(H200.rates, H200.devices))[1]
+        both = [evaluate(job, layout, place, exact=True).seconds for place in (waiting, H200)]
+        return both[0] - both[1], sums
+
+    hidden, sums = spared("Full", layout)
+    embedding = 103_424 * 1024 / 360_748_032
+    assert hidden == pytest.approx((1 - embedding) * sums)
+    assert spared("LoRA", layout)[0] == 0 < spared("LoRA", layout)[1], "one bucket, after the pass"
+    assert spared("Full", together)[0] == 0, "ranks exchange keys and values inside the layers"

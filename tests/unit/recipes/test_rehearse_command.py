@@ -48,6 +48,16 @@ def test_fp8_training_is_rehearsed_with_its_scales(words, capsys):
     assert calls("compute_type=fp8") > calls()
 
 
+def test_stage_1_gathers_weights_and_sums_gradients_once_a_step(words, capsys):
+    def calls(micro_batches):
+        sharded = ["tensor_parallel_degree=1", "sharding_parallel_degree=2", "sharding=stage1"]
+        count = [f"gradient_accumulation_steps={micro_batches}", f"--micro-batches={micro_batches}"]
+        assert main([*words, *sharded, *count, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["collectives"]
+
+    assert calls(1) == calls(3) > 0
+
+
 def test_a_rank_that_skips_a_call_is_exit_code_1_and_named(words, capsys, monkeypatch):
     real = comm.all_reduce
 
@@ -92,6 +102,9 @@ def test_one_rank_is_run_for_real_with_the_plan_beside_it(words, capsys):
         (["--ranks", "1000000"], "more than is rehearsed"),
         (["--micro-batches", "1000000"], "more than is rehearsed"),
         (["--ranks", "3"], "needs a multiple of 2 ranks; there are 3"),
+        (["--ranks", "0"], "--ranks 0: not a whole number from 1"),
+        (["--shrunken", "two"], "--shrunken two: not a whole number from 1"),
+        (["--rank"], "--rank has no number"),
         (["--ranks", "3", "--shrunken", "2"], "needs a multiple of 2 ranks; there are 3"),
         (["--ranks", "8", "--shrunken", "2"], "a layout spread over 2 axes needs 4 ranks"),
         (["--shrunken", "2", "--json"], "--json does nothing with --shrunken"),

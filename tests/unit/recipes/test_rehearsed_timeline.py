@@ -13,7 +13,7 @@ from erniekit.parallel import early_sums
 from erniekit.parallel.engine import Engine
 from erniekit.planner.cards import CARDS, rates_of
 from erniekit.planner.cluster import parse
-from erniekit.recipes.rehearsed_timeline import ClusterRates, drawn, seconds
+from erniekit.recipes.rehearsed_timeline import ClusterRates, drawn, seconds, time_text
 from erniekit.recipes.shrunken import SMALL
 from erniekit.rehearse.moments import CountedWork
 from erniekit.rehearse.timing import RankTimes
@@ -89,9 +89,11 @@ def test_a_file_is_an_svg_which_is_drawn_anew_but_replaces_no_other(words, capsy
         assert main([*words, *SHARDED, "--timeline", str(target)]) == 0
         ElementTree.parse(target)
     assert f"{target}: 2 of 2 kinds of ranks" in capsys.readouterr().out
-    target.write_text("<svg>mine</svg>")
-    assert main([*words, *SHARDED, "--timeline", str(target)]) == 2
-    assert target.read_text() == "<svg>mine</svg>"
+    for changed in (target.read_text().replace("rank 0", "the first"), "<svg>mine</svg>", ""):
+        target.write_text(changed)
+        assert main([*words, *SHARDED, "--timeline", str(target)]) == 2
+        assert "was not drawn by erniekit, or was changed since" in capsys.readouterr().err
+        assert target.read_text() == changed
 
 
 def test_without_it_nothing_is_counted_or_told(words, capsys, monkeypatch):
@@ -154,3 +156,10 @@ def test_a_card_takes_its_rate_for_each_kind_of_work():
     work = CountedWork(1e12, 2e12, 3e9, 4e9, {4096: 5e12})
     each = (1e12 / rates.dense, 2e12 / rates.grouped, 3e9 / rates.elementwise, 4e9 / rates.update)
     assert seconds(work, rates) == pytest.approx(sum(each) + 5e12 / rates.attention_at(4096))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0.0 ms"), (3.4e-5, "34 µs"), (2e-4, "0.2 ms"), (0.0321, "32.1 ms"), (2.5, "2.50 s")]
+)
+def test_times_are_readable_at_every_size(value, text):
+    assert time_text(value) == text

@@ -156,10 +156,14 @@ def test_the_context_is_the_models_own_unless_memory_holds_less_which_one_line_s
 
     assert length() == config.max_positions
     assert length("max_model_len=100") == 100
+    assert capsys.readouterr().err == ""
     assert length("max_model_len=1000000") == config.max_positions
+    assert (
+        f"context: {config.max_positions} tokens, the model's own; max_model_len is 1,000,000"
+        in capsys.readouterr().err
+    )
     each = loaded_models.bytes_per_block(config, 8, torch.float32)
     monkeypatch.setattr(CpuDevice, "usable_memory", lambda device, share: 20 * each)
-    assert capsys.readouterr().err == ""
     assert length() == 160
     told = capsys.readouterr().err
     assert f"context: 160 of the model's {config.max_positions} tokens" in told

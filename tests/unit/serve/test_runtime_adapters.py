@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from erniekit.errors import CheckpointError
 from erniekit.serve.engines.model_changes import ModelRefused
 from erniekit.serve.request_error import RequestError
 from erniekit.serve.request_parsing import ServedModel
@@ -40,3 +41,15 @@ def test_an_adapter_that_the_engine_cannot_take_is_not_served(tmp_path: Path, ca
     assert (caught.value.status, caught.value.code) == (503, "no_room")
     assert (models, adapters.loaded) == ({}, set())
     assert "OutOfMemoryError: 3 GiB" in capsys.readouterr().err
+
+
+def test_a_client_is_not_told_where_the_servers_folders_are(tmp_path: Path):
+    (tmp_path / "style").mkdir()
+
+    def open_adapter(name: str, key: str, folder: Path) -> tuple[nn.Module, ServedModel]:
+        raise CheckpointError(f"no adapter in {folder}", where="lora_path", fix="name another")
+
+    adapters = RuntimeAdapters(FullEngine(), {}, (str(tmp_path),), open_adapter)
+    with pytest.raises(RequestError) as caught:
+        asyncio.run(adapters.load("style", str(tmp_path / "style")))
+    assert caught.value.message == "the adapter cannot be loaded: no adapter in style"

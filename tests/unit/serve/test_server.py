@@ -9,7 +9,7 @@ import pytest
 from erniekit.cli.main import main
 from erniekit.config import load
 from erniekit.errors import ConfigError
-from erniekit.serve.server import check_address, choose_engine, is_loopback, need_packages, read_key
+from erniekit.serve.server import check_address, choose_engine, is_loopback, need_packages, note_unread, read_key
 
 
 def test_the_key_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
@@ -45,6 +45,14 @@ def test_other_machines_need_a_key_or_a_clear_word(capsys):
     check_address(open_host, "key")
     check_address(load(["m", "host=0.0.0.0", "allow_unauthenticated=1"], "server"), None)
     assert "there is no key" in capsys.readouterr().err
+
+
+def test_typed_keys_of_training_are_named_and_those_of_a_recipe_are_not(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("model_name_or_path: m\nlearning_rate: 1.0e-4\ncompile: true\n")
+    note_unread(load([str(tmp_path / "run.yaml"), "max_model_len=100", "device=cpu"], "server"))
+    assert capsys.readouterr().err == ""
+    note_unread(load(["m", "compile=True", "max_seq_len=100"], "server"))
+    assert "without effect on a server: compile, max_seq_len" in capsys.readouterr().err
 
 
 def test_the_embedded_engine_is_the_default_and_one_device_is_its_limit():
