@@ -10,6 +10,7 @@ import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -141,16 +142,40 @@ def _version(package: str) -> str | None:
 
 def _commits() -> dict[str, str]:
     """Of erniekit's checkout and of the folder the run was started in, where they are in one."""
-    places = {"erniekit": Path(__file__).resolve().parent, "started in": Path.cwd()}
-    return {name: found for name, place in places.items() if (found := commit_of(place))}
+    own, here = _own_checkout(), checkout_of(Path.cwd())
+    if here is not None and own is not None and here.top == own.top:
+        here = own
+    places = {"erniekit": own, "started in": here}
+    return {name: place.commit for name, place in places.items() if place is not None}
 
 
-def commit_of(folder: Path) -> str | None:
-    """The commit checked out around a folder, with .dirty where tracked files differ from it; None without git."""
-    git = ["git", "-C", str(folder)]
+class Checkout:
+    def __init__(self, top: Path, head: str) -> None:
+        self.top, self.head = top, head
+
+    @cached_property
+    def commit(self) -> str:
+        """With .dirty where tracked files differ from it. In a new clone git reads all files again to see that."""
+        git = ["git", "-C", str(self.top), "diff", "--quiet", "HEAD", "--"]
+        try:
+            changed = subprocess.run(git, capture_output=True, timeout=5).returncode
+        except (OSError, subprocess.SubprocessError):
+            changed = 1
+        return self.head + (".dirty" if changed else "")
+
+
+@cache
+def _own_checkout() -> Checkout | None:
+    """Once: the code that runs is that of the process's start."""
+    return checkout_of(Path(__file__).resolve().parent)
+
+
+def checkout_of(folder: Path) -> Checkout | None:
+    """The one around a folder; None where there is none, or no git."""
+    git = ["git", "-C", str(folder), "rev-parse", "HEAD", "--show-toplevel"]
     try:
-        sha = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True)
-        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--"], capture_output=True, timeout=5).returncode
+        found = subprocess.run(git, capture_output=True, text=True, timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return sha.stdout.strip() + (".dirty" if changed else "")
+    head, _, top = found.stdout.rstrip("\n").partition("\n")
+    return Checkout(Path(top), head)

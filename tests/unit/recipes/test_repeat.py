@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import yaml
 
 from erniekit.config import load
 from erniekit.log import without_secrets
-from erniekit.recipes.repeat import recipe_of, variables
+from erniekit.recipes.repeat import checkout_of, recipe_of, variables
 from erniekit.track.runfile import RunRecord
 
 
@@ -42,3 +43,20 @@ def test_a_folders_name_adds_no_key_to_the_recipe(tmp_path: Path, monkeypatch: p
     cfg = load(["max_steps=3"], "train")
     text = "\n".join(recipe_of(cfg, ["erniekit", "train", "data=x\rseed: 9", "output_dir=b\x85seed: 10"]))
     assert yaml.safe_load(text) == {"max_steps": 3}
+
+
+def test_a_checkout_is_named_by_its_commit_and_dirty_once_a_file_has_changed(tmp_path: Path):
+    assert checkout_of(tmp_path) is None
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "a.txt").write_text("1")
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "a.txt"], [*who, "commit", "-qm", "one"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    clean = checkout_of(tmp_path / "deep")
+    assert clean is not None
+    assert clean.top == tmp_path.resolve()
+    assert clean.commit == clean.head != ""
+    (tmp_path / "a.txt").write_text("2")
+    changed = checkout_of(tmp_path)
+    assert changed is not None
+    assert changed.commit == f"{clean.head}.dirty"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 
 from erniekit.files import own
 from erniekit.track import make_trackers
 from erniekit.track import runfile as run_file
-from erniekit.track.runfile import RunRecord, read
+from erniekit.track.atomic import plain
+from erniekit.track.runfile import RunRecord, read, record_text
 
 
 def started(folder, start_step=0):
@@ -105,3 +107,12 @@ def test_a_damaged_run_file_reads_as_empty(tmp_path):
     record = RunRecord(tmp_path, command="x", version="0")
     record.describe()
     assert json.loads((tmp_path / "run.json").read_text())["command"] == "x"
+
+
+def test_the_file_is_json_with_a_line_for_each_item():
+    record = {"status": "it \"runs\"", "config": [{"key": "a", "value": float("nan")}, {"key": "ü", "value": (1, 2)}],
+              "metrics": {"loss": 1.5, 3: Path("x")}, "events": [], "none": {}, "seed": 7}  # fmt: skip
+    text = record_text(record)
+    assert json.loads(text) == plain(record)
+    assert '    {"key": "ü", "value": [1, 2]}\n' in text
+    assert '    "loss": 1.5,\n' in text
