@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import getpass
 import os
 import signal
@@ -30,6 +29,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 from erniekit import capabilities  # noqa: E402
 from support.disk import wait_for_no_disk  # noqa: E402
+from support.frozen import freeze_imports  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
 
 wait_for_no_disk()
@@ -67,9 +67,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, o
 
 
 def pytest_collection_finish() -> None:
-    """Every run ends with a garbage collection, which would walk through all imported modules each time."""
-    gc.collect()
-    gc.freeze()
+    freeze_imports()
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +75,7 @@ def nothing_is_lacking() -> Iterator[None]:
     """What a test's device was found to lack holds for its process: not for the tests after it."""
     yield
     capabilities.set_lacks({})
+    freeze_imports()
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ forks the others.
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import importlib.util
 import os
@@ -137,11 +136,11 @@ def _fork_ranks(link: socket.socket) -> None:
 
     import erniekit.recipes.training  # noqa: F401 - so that no rank has to
     from support.disk import wait_for_no_disk
+    from support.frozen import freeze_imports
 
     torch.set_num_threads(1)
     wait_for_no_disk()
-    gc.collect()
-    gc.freeze()  # every run of a rank collects garbage at its end
+    freeze_imports()
     pids: list[int] = []
     while True:
         message, fds, _, _ = socket.recv_fds(link, 1, 1)
@@ -167,6 +166,8 @@ def _fork_ranks(link: socket.socket) -> None:
 
 def _serve(link: socket.socket) -> None:
     import torch.distributed as dist
+
+    from support.frozen import freeze_imports
 
     modules: dict[str, Any] = {}
     while True:
@@ -194,6 +195,7 @@ def _serve(link: socket.socket) -> None:
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
         _send(link, answer)
+        freeze_imports()
 
 
 if __name__ == "__main__":
