@@ -34,7 +34,8 @@ def compilers(parent: int) -> list[str]:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="torch finds no compiler")
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
+@pytest.mark.full  # a minute of compiling
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_that_ends_torchs_compilers_too_stops_the_run_as_any_other(
     number: signal.Signals, words: list[str], tmp_path: Path
 ) -> None:
