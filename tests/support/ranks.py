@@ -133,6 +133,7 @@ def _receive(link: socket.socket) -> Any:
 def _fork_ranks(link: socket.socket) -> None:
     """Ranks on demand; all of them end with the test process, whatever they wait for."""
     import torch
+    import torch.distributed.fsdp
 
     import erniekit.recipes.training  # noqa: F401 - so that no rank has to
     from support.disk import wait_for_no_disk
