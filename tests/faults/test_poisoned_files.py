@@ -181,7 +181,10 @@ def poison(case: Case, command: str, sound: Path, root: Path, capsys: pytest.Cap
     assert said in shown.err, story
     assert ("warning: " if case in GOES_ON else "error: ") in shown.err, story
     assert "Traceback" not in shown.err, story
-    if not within(took, SECONDS):  # the first command of its kind in this process imports what it needs
+    for _ in range(3):
+        if within(took, SECONDS):
+            break
+        # The first command of its kind in this process imports what it needs, and other tests may have left threads.
         began = time.process_time()
         assert main(words_of(command, place)) == code, story
         took = time.process_time() - began
