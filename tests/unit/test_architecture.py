@@ -25,6 +25,7 @@ ALLOWED = {
     "errors": {"printable"},
     "extras": set(),
     "heartbeat": set(),
+    "intervals": set(),
     "log": {"printable"},
     "printable": set(),
     "process_stat": set(),
@@ -79,9 +80,9 @@ ALLOWED = {
     "__main__": {"cli"},
 }  # fmt: skip
 OPEN = {
-    "capabilities", "early_imports", "errors", "extras", "files", "flag_parser", "heartbeat", "log", "lora_scale",
-    "loss_table", "model_contract", "printable", "process_stat", "progress", "quant_schemes", "registry", "version",
-    "weight_kinds",
+    "capabilities", "early_imports", "errors", "extras", "files", "flag_parser", "heartbeat", "intervals", "log",
+    "lora_scale", "loss_table", "model_contract", "printable", "process_stat", "progress", "quant_schemes", "registry",
+    "version", "weight_kinds",
 }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from erniekit.devices.base import Device
+from erniekit.intervals import Interval, both, joined, length
 
 # The first that matches a kernel's name, in lower case.
 KINDS = (
@@ -117,17 +118,12 @@ def idle(spans: list[KernelSpan], steps: int) -> dict[str, Any]:
 
 def overlap(spans: Iterable[KernelSpan]) -> dict[str, float]:
     """Of one rank: milliseconds of its calls between ranks, of its other kernels, and of both at once."""
-    edges: list[tuple[int, int, int]] = []
+    split: tuple[list[Interval], list[Interval]] = ([], [])
     for span in spans:
-        calls = int(COLLECTIVE in span.kernel.lower())
-        edges += [(span.start, calls, 1), (span.start + span.ns, calls, -1)]
-    running, found, last = [0, 0], [0, 0, 0], 0
-    for at, calls, change in sorted(edges):
-        for k, on in enumerate((running[1], running[0], running[0] and running[1])):
-            found[k] += at - last if on else 0
-        running[calls] += change
-        last = at
-    return dict(zip(("communication_ms", "computation_ms", "both_ms"), (ns / 1e6 for ns in found)))
+        split[COLLECTIVE in span.kernel.lower()].append(Interval(span.start, span.start + span.ns))
+    computation, communication = map(joined, split)
+    found = {"communication": communication, "computation": computation, "both": both(communication, computation)}
+    return {f"{what}_ms": length(times) / 1e6 for what, times in found.items()}
 
 
 def operators_of(recorded: Any) -> dict[str, tuple[float, int]]:

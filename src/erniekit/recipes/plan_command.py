@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import atexit
 import gc
-import hashlib
 import json
-import os
 import re
 import time
 from collections.abc import Iterator
@@ -20,6 +18,7 @@ from erniekit.config import RunConfig, load
 from erniekit.devices.islands import parse_islands
 from erniekit.early_imports import without_collections
 from erniekit.errors import ConfigError, PlanError
+from erniekit.files.marked_file import state_of, write_marked
 from erniekit.log import emit
 from erniekit.parallel.mesh import CONFIG_KEYS
 from erniekit.planner.cards import rates_of
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
     from erniekit.planner.job import Job
     from erniekit.planner.search import Ranking
 
-OPTIONS = ("--cluster", "--write", "--take", "--calibration", "--packs", "--top", "--timeline")
 MARK = "# written by `erniekit plan`"
+OPTIONS = ("--cluster", "--write", "--take", "--calibration", "--packs", "--top", "--timeline")
 # What decides a layout: of the recipe's own none is left in a written one, whose layout is the planned one alone.
 DECIDED = frozenset({
     *CONFIG_KEYS.values(), "sep_parallel_degree", "sharding", "sequence_parallel", "virtual_pp_degree", "pp_seg_method",
@@ -260,14 +259,8 @@ def write(target: Path, cfg: RunConfig, keys: dict[str, Any], cluster: Cluster) 
         values.setdefault("compute_type", cfg.precision.compute_type)
     clean = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items() if v is not None}
     body = yaml.safe_dump(clean, sort_keys=False)
-    text = f"{MARK} for {cluster.describe()}; the layout is at the end; content {_digest(body)}\n{body}"
-    made = target.with_name(f".{target.name}.{os.getpid()}")
-    made.write_text(text, encoding="utf-8")
-    try:
-        _refuse_edited(target)  # again: a plan takes its time, in which the file may have been edited
-        os.replace(made, target)
-    finally:
-        made.unlink(missing_ok=True)
+    about = f" for {cluster.describe()}; the layout is at the end"
+    write_marked(target, MARK, about, body, lambda: _refuse_edited(target))
 
 
 def _target(word: str | None) -> Path | None:
@@ -282,23 +275,13 @@ def _target(word: str | None) -> Path | None:
 
 
 def _refuse_edited(target: Path) -> None:
-    """The first line of a file of ours holds the digest of the others: an edit shows, wherever the file is copied."""
-    if not os.path.lexists(target):
-        return
-    first, body = "", ""
-    if target.is_file() and not target.is_symlink():
-        with target.open(encoding="utf-8", errors="replace", newline="") as lines:
-            first, body = lines.readline(), lines.read()
-    if not first.startswith(MARK):
+    state = state_of(target, MARK)
+    if state == "foreign":
         what = f"{target} exists and was not written by `erniekit plan`"
         raise ConfigError(what, where=f"--write {target}", fix="name a new file")
-    if not first.endswith(f"content {_digest(body)}\n"):
+    if state == "edited":
         what = f"{target} was changed since `erniekit plan` wrote it, and would be replaced"
         raise ConfigError(what, where=f"--write {target}", fix="name a new file, or move this one away")
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _calibration(word: str | None) -> dict[str, Any] | None:

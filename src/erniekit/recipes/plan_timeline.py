@@ -3,13 +3,11 @@ picture may go is decided here for `erniekit rehearse` too (rehearsed_timeline.p
 
 from __future__ import annotations
 
-import hashlib
-import os
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from erniekit.errors import ConfigError
+from erniekit.files.marked_file import state_of, write_marked
 from erniekit.log import emit
 from erniekit.parallel.pipeline_timeline import as_svg, as_text
 
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
 
 SHOWN = 4  # micro-batches for each rank: further ones look the same
 TERMINAL = "-"
-MARK = re.compile("<!-- drawn by erniekit; sha256 of the lines above: ([0-9a-f]{64}) -->\n?")  # a picture's last line
+MARK = "<!-- written by `erniekit`"
 
 
 def timeline_target(text: str | None) -> str | Path | None:
@@ -32,25 +30,18 @@ def timeline_target(text: str | None) -> str | Path | None:
         )
     if not target.parent.is_dir():
         raise ConfigError(f"no folder {target.parent}", where="--timeline", fix="create it, or name another file")
-    if target.is_symlink() or (target.exists() and not (target.is_file() and _is_ours(target))):
-        what = f"{target} exists and was not drawn by erniekit, or was changed since"
-        raise ConfigError(what, where="--timeline", fix="name a new file")
+    _refuse_other(target)
     return target
 
 
-def _is_ours(target: Path) -> bool:
-    lines = target.read_bytes().splitlines(keepends=True) or [b""]
-    mark = MARK.fullmatch(lines[-1].decode("utf-8", "replace"))
-    return mark is not None and mark[1] == hashlib.sha256(b"".join(lines[:-1])).hexdigest()
+def _refuse_other(target: Path) -> None:
+    if state_of(target, MARK) in ("foreign", "edited"):
+        what = f"{target} exists and was not drawn by erniekit, or was changed since"
+        raise ConfigError(what, where="--timeline", fix="name a new file")
 
 
 def write_picture(target: Path, picture: str) -> None:
-    """Whole or not at all."""
-    made = target.with_name(f".{target.name}.{os.getpid()}")
-    drawn = picture.encode()
-    mark = f"<!-- drawn by erniekit; sha256 of the lines above: {hashlib.sha256(drawn).hexdigest()} -->\n"
-    made.write_bytes(drawn + mark.encode())
-    os.replace(made, target)
+    write_marked(target, MARK, "", picture, lambda: _refuse_other(target))
 
 
 def draw(target: str | Path, ranked: list[Candidate], schedule: str, quiet: bool) -> str | None:

@@ -9,7 +9,8 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from html import escape
 
-from erniekit.rehearse.timing import COPIES, RankTimes, TimeSpan, both, in_order, joined, length
+from erniekit.intervals import HasEnds, both, joined, length
+from erniekit.rehearse.timing import COPIES, RankTimes, TimeSpan, in_order
 
 NARROWEST = 40  # columns of a picture in text
 ROW, LEFT, HIGH, BETWEEN = 18, 64, 15, 8  # SVG: pixels of a row, of its label, of a box, between two ranks
@@ -39,7 +40,7 @@ def as_text(ranks: Sequence[RankTimes], width: int = 100) -> list[str]:
     return [*out, *legend(ranks, drawn)]
 
 
-def _shares(spans: Sequence[TimeSpan], each: float, columns: int) -> list[float]:
+def _shares(spans: Sequence[HasEnds], each: float, columns: int) -> list[float]:
     """Of each slice, how much of it the spans fill."""
     out = [0.0] * columns
     for span in spans:

@@ -8,11 +8,12 @@ bytes over the link. A stream that waits for it goes on when it is over. Groups 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple, Protocol
 
+from erniekit.intervals import both, joined, length
 from erniekit.rehearse.calls import P2P, Call, Trace, order_of, together
 from erniekit.rehearse.moments import COMPUTES, START, WAIT, WORK, CountedWork, Moment
 
@@ -196,31 +197,3 @@ def volume(rank: int, call: Call) -> float:
 
 def in_order(spans: Iterable[TimeSpan]) -> list[TimeSpan]:
     return sorted(spans, key=lambda span: span[:2])
-
-
-def joined(spans: Iterable[TimeSpan]) -> list[TimeSpan]:
-    """In order, those that overlap as one."""
-    out: list[TimeSpan] = []
-    for span in in_order(spans):
-        if out and span.start <= out[-1].end:
-            out[-1] = TimeSpan(out[-1].start, max(out[-1].end, span.end))
-        else:
-            out.append(TimeSpan(span.start, span.end))
-    return out
-
-
-def both(first: Sequence[TimeSpan], second: Sequence[TimeSpan]) -> Iterator[TimeSpan]:
-    """Where both are; each in order and without overlaps."""
-    i = j = 0
-    while i < len(first) and j < len(second):
-        start, end = max(first[i].start, second[j].start), min(first[i].end, second[j].end)
-        if end > start:
-            yield TimeSpan(start, end)
-        if first[i].end < second[j].end:
-            i += 1
-        else:
-            j += 1
-
-
-def length(spans: Iterable[TimeSpan]) -> float:
-    return sum((span.end - span.start for span in spans), 0.0)
