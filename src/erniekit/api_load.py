@@ -8,12 +8,15 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
 
 from erniekit.checkpoint.hub import resolve_model
+from erniekit.checkpoint.manifest import Verify
 from erniekit.checkpoint.model_folder import ModelFolder
+from erniekit.checkpoint.published import check_answer, check_published
 from erniekit.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from erniekit.errors import CheckpointError, ConfigError
 from erniekit.export.source import find_source
@@ -74,7 +77,7 @@ class Found:
             emit(f"weights  quantised ({'; '.join(kinds)}), {how}")
         meta, adapter, only = self.weights.meta(), None, None
         if self.adapter is not None:
-            adapter = read_adapter(self.adapter, meta)
+            adapter = read_adapter(self.adapter, meta, self.weights.verify)
             only = {projection.module for projection in places(meta, adapter)}
         model = self.weights.build(dtype, device, packing(self.weights, packed, device, only=only))
         if adapter is not None:
@@ -84,7 +87,10 @@ class Found:
         return model
 
     def check(self, model: nn.Module) -> None:
-        """Raises where base + adapter in memory do not give the logits of the adapter's run."""
+        """Raises where base + adapter in memory do not give the logits of the adapter's run; of a whole model, where
+        they differ and so do its files."""
+        if self.adapter is None and not self.weights.compared:
+            check_answer(self.weights.path, model, self.weights.verify)
         if self.adapter is not None and not self.override_base:
             check_model(self.adapter, self.weights.path, model)
 
@@ -123,9 +129,16 @@ class Found:
 
 
 def find_model(
-    folder: str | Path, base: str | Path | None = None, hub: str | None = None, override_base: bool = False
+    folder: str | Path,
+    base: str | Path | None = None,
+    hub: str | None = None,
+    override_base: bool = False,
+    verify: str = "auto",
+    base_verify: str | None = None,
 ) -> Found:
-    """What a folder (or hub id) holds; an output_dir without a final model gives its newest whole checkpoint."""
+    """What a folder (or hub id) holds; an output_dir without a final model gives its newest whole checkpoint. verify:
+    the key of that name; base_verify: of the model below an adapter, where it differs."""
+    mode = cast(Verify, verify)
     if not isinstance(folder, (str, os.PathLike)):
         raise ConfigError(f"a {type(folder).__name__} names no model", where="load", fix="give the path of its folder")
     path = Path(folder).expanduser()
@@ -139,12 +152,13 @@ def find_model(
             )
         path = resolve_model(str(folder), hub)
         if not is_adapter(path):
-            return Found(ModelFolder(path))
+            return Found(ModelFolder(path, verify=mode, probed=True))
     elif not source.is_adapter:
-        return Found(ModelFolder(source.path))
+        return Found(ModelFolder(source.path, verify=mode, probed=True))
     else:
         path = source.path
-    return Found(open_base(find_base(path, base, hub), path), path, override_base)
+    check_published(path, mode)
+    return Found(open_base(find_base(path, base, hub), path, cast(Verify, base_verify or mode)), path, override_base)
 
 
 def _same(one: Path, other: Path) -> bool:

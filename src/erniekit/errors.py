@@ -54,7 +54,7 @@ class RankLost(ErnieKitError):
     exit_code = 1
 
 
-class LaterError(ConfigError):
+class NotYetSupportedError(ConfigError):
     """Known, documented, and not in this version: refused by name rather than half done."""
 
 

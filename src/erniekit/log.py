@@ -10,7 +10,7 @@ from typing import TextIO
 
 from erniekit.printable import plain_lines, public
 
-_warned: set[str] = set()
+_said: set[str] = set()
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34", "cyan": "36"}
 
 
@@ -65,7 +65,13 @@ def warn(text: str) -> None:
         print(head + plain_lines(text), file=sys.stderr, flush=True)
 
 
+def emit_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        emit(text)
+
+
 def warn_once(text: str) -> None:
-    if text not in _warned:
-        _warned.add(text)
+    if text not in _said:
+        _said.add(text)
         warn(text)

@@ -9,9 +9,8 @@ import math
 
 DERIVED_ALPHA = -1  # the value of lora_alpha that selects `default_alpha`
 RSLORA_ALPHA = 4
-RSLORA_PLUS_SCALE = 4.0
 # The keys that rslora_plus: True sets.
-RSLORA_PLUS = {"rslora": True, "lora_plus_scale": RSLORA_PLUS_SCALE, "lora_alpha": RSLORA_ALPHA}
+RSLORA_PLUS = {"rslora": True, "lora_plus_scale": 4.0, "lora_alpha": RSLORA_ALPHA}
 
 
 def default_alpha(rank: int, rslora: bool) -> tuple[int, str]:

@@ -1,11 +1,12 @@
 """What parallel/, lora/, losses/, recipes/ and serve/ may use of a model, its blocks, expert layers and collaborators.
 
 A collaborator is a module without weights in a named slot (`embedding`, `output`, a block's `attn.inner`, an expert
-layer's `exchange` and `balance`, `look` and `places` of a model that takes pictures): spreading a model over ranks puts
-another one there. What surrounds a computation as it is (compiling or recording it, computing it again in backward,
-fetching weights before it) is put around a method by `wrap`, and by nothing else. A model of another kind that keeps to
-this file is spread, adapted, trained and served by the same code; docs/adding-a-model.md shows one. mypy checks both
-sides: `spread` types what is asked, models/layers/ what is there. B batch, L length, H hidden, V vocab, T tokens.
+layer's `exchange` and `balance`, `encode` and `insert` of a model that takes pictures): spreading a model over ranks
+puts another one there. What surrounds a computation as it is (compiling or recording it, computing it again in
+backward, fetching weights before it) is put around a method by `wrap`, and by nothing else. A model of another kind
+that keeps to this file is spread, adapted, trained and served by the same code; docs/adding-a-model.md shows one. mypy
+checks both sides: `spread` types what is asked, models/layers/ what is there. B batch, L length, H hidden, V vocab, T
+tokens.
 """
 
 from __future__ import annotations
@@ -40,12 +41,47 @@ class OutputHead(Protocol):
     ) -> torch.Tensor: ...  # fmt: skip
 
 
+class WeightHolder(Protocol):
+    """A linear, or the experts' of one projection: holds a weight [rows, in], plain or packed."""
+
+    weight: nn.Parameter | None  # None: packed
+    kind: str  # of stored weights
+    packed_shape: tuple[int, ...] | None  # [rows, in] of what is or will be packed; None: the weight is plain
+
+    @property
+    def held_shape(self) -> tuple[int, int]: ...
+
+    @property
+    def is_packed(self) -> bool:
+        """Its packed tensors are there: buffers `packed_` and a slot's name."""
+
+    def cut_to(self, shape: tuple[int, ...]) -> None:
+        """A rank's share of the weight, before it has memory."""
+
+    def pack(self, plain: torch.Tensor, agree: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None: ...
+
+
+class BiasAdder(Protocol):
+    """A linear whose bias others may add."""
+
+    adds_bias: bool  # False: once the outputs of several ranks have been summed
+
+
+class InnerPart(Protocol):
+    """`attn.inner`: queries, keys and values to outputs, without weights."""
+
+    def takes(self, dtype: torch.dtype, ctx: Any, /) -> bool:
+        """Whether kernels for a card do all of it, from the fused projection on: launches only."""
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: Any, /) -> torch.Tensor: ...
+
+
 class DecoderBlock(Protocol):
     """A decoder layer."""
 
     here: bool  # False: it is on another pipeline stage, and this one passes its input on
     sparse: bool  # `mlp` is an ExpertBlock
-    attn: Any  # with `inner`, the attention without weights
+    attn: Any  # with `inner`, an InnerPart
     mlp: Any
 
     def attend(self, x: torch.Tensor, ctx: Any, /) -> Any:
@@ -112,14 +148,17 @@ class SpreadModel(Protocol):
     def head_bias_or_none(self) -> torch.Tensor | None: ...
 
 
-class SeeingModel(SpreadModel, Protocol):
-    """One that takes pictures."""
+class VisionLanguageModel(SpreadModel, Protocol):
+    """A model that takes pictures."""
 
     tower: Any
-    look: Any  # (model, pictures) -> features: decides which rank runs the tower on which picture
-    places: Any  # (x [B, L, H], features, places) -> x with the features in it
+    encode: Any  # (model, pictures) -> features: decides which rank runs the tower on which picture
+    insert: Any  # (x [B, L, H], features, places) -> x with the features in it
     run_tower: Callable[..., torch.Tensor] | None  # in place of the tower
-    always_looks: bool  # also at batches without pictures, on no rows
+    always_encodes: bool  # also at batches without pictures, on no rows
+
+    def picture_tokens(self, grids: torch.Tensor) -> list[int]:
+        """How many tokens each picture becomes."""
 
 
 def spread(model: nn.Module) -> SpreadModel:
@@ -127,14 +166,17 @@ def spread(model: nn.Module) -> SpreadModel:
     return cast("SpreadModel", model)
 
 
-def seeing(model: nn.Module) -> SeeingModel | None:
+def vision_language(model: nn.Module) -> VisionLanguageModel | None:
     """The model, if it takes pictures."""
-    return cast("SeeingModel", model) if spread(model).config.vision is not None else None
+    return cast("VisionLanguageModel", model) if spread(model).config.vision is not None else None
 
 
 def wrap(module: nn.Module, around: Callable[[Any], Callable[..., Any]], method: str = "forward") -> None:
     """A method of one module becomes what `around` makes of it. The wrapper computes what the method computes."""
     setattr(module, method, around(getattr(module, method)))
+
+
+# What modules of any class may have; a module without it has the default.
 
 
 def bare(module: nn.Module) -> Any:
@@ -146,3 +188,43 @@ def pairs_of(module: nn.Module) -> Mapping[str, Any]:
     """The adapters on a linear, by name."""
     found: Mapping[str, Any] = getattr(module, "lora", {})
     return found
+
+
+def parts_of(module: nn.Module) -> tuple[tuple[str, int], ...] | None:
+    """`parts`: (public name, rows) of the projections inside a fused weight, in row order; None: it is one."""
+    found = getattr(module, "parts", None)
+    return found if isinstance(found, tuple) else None
+
+
+def weight_holder(module: nn.Module) -> WeightHolder | None:
+    return cast("WeightHolder", module) if hasattr(module, "packed_shape") else None
+
+
+def bias_adder(linear: nn.Module) -> BiasAdder:
+    assert hasattr(linear, "adds_bias"), "a linear that is cut by columns leaves its bias to who sums"
+    return cast("BiasAdder", linear)
+
+
+def packed_layers(model: nn.Module) -> dict[str, Any]:
+    """The WeightHolders whose weight is kept as another kind than plain, by name."""
+    found = ((name, weight_holder(module)) for name, module in model.named_modules())
+    return {name: holder for name, holder in found if holder is not None and holder.packed_shape is not None}
+
+
+def waits_for_host(module: nn.Module) -> bool:
+    """`waits_for_host`: its forward reads numbers of the device, so that no compiled layer can hold it."""
+    return bool(getattr(module, "waits_for_host", False))
+
+
+def row_functions(module: nn.Module) -> tuple[str, ...]:
+    """`by_row`: names of its functions that go element by element over as many rows as there are this time."""
+    found: tuple[str, ...] = getattr(module, "by_row", ())
+    return found
+
+
+def choose_kernels(model: nn.Module, device: torch.device) -> None:
+    """`choose_kernels`: what a module decides once adapters are in and weights are cut."""
+    for module in list(model.modules()):
+        choose = getattr(module, "choose_kernels", None)
+        if choose is not None:
+            choose(device)

@@ -68,9 +68,3 @@ def with_products(kind: str, products: str) -> tuple[str, ...]:
     """How a weight of a kind may be held for products in bf16 or fp8, the first choice first: fp8 has widths of its
     own."""
     return tuple(dict.fromkeys((IN_FP8.get(kind, kind), kind))) if products == "fp8" else (kind,)
-
-
-def multiplied_in_fp8(base: str, products: str, role: str) -> bool:
-    """Whether frozen weights of a role are, by the keys frozen_base and frozen_products."""
-    kind = kinds_of(base).get(role, PLAIN)
-    return kind == "fp8" or (products == "fp8" and kind in IN_FP8)

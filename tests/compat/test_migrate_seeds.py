@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from erniekit.cli.main import main
-from erniekit.config import load, refuse_later
+from erniekit.config import load, refuse_not_yet_supported
 
 DATA = Path(__file__).parents[1] / "data" / "migrate"
 SCRIPTS = sorted(path.name for path in DATA.glob("*.sh"))
@@ -32,7 +32,7 @@ def starts(out: str) -> list[str]:
 def test_its_recipe_resolves_and_needs_no_later_version(migrated, name):
     cfg, out = migrated(name)
     assert not cfg.ignored
-    refuse_later(cfg)
+    refuse_not_yet_supported(cfg)
     assert "no counterpart" not in out
     assert "they do not fit" not in out
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from erniekit.config import load, not_yet_supported, refuse_later
+from erniekit.config import load, not_yet_supported, refuse_not_yet_supported
 from erniekit.config.convert import convert
 from erniekit.config.flat import DEFAULTS, KEYS, canonical, is_known
 from erniekit.config.ignored_keys import IGNORED_KEYS
@@ -85,7 +85,7 @@ def test_no_recipe_needs_a_later_version_whatever_its_device(tmp_path):
     for name, values in RECIPES.items():
         cfg = resolve(tmp_path, name, values)
         if cfg.command == "train":
-            refuse_later(cfg)
+            refuse_not_yet_supported(cfg)
             trained.append(name)
     kinds = {tuple(name.split("/")[2:4]) for name in trained}
     assert kinds >= {(model, kind) for model in MODELS for kind in ("sft", "dpo")} | {("ERNIE-4.5-21B-A3B", "fc")}
@@ -100,7 +100,7 @@ def test_a_layout_alone_stops_no_recipe(tmp_path):
         if command_of(name) != "train" or values["stage"] != "SFT" or values.get("compute_type", "bf16") != "bf16":
             continue
         cfg = resolve(tmp_path, name, {**values, "model_name_or_path": "a-dense-model", "device": "gpu"})
-        refuse_later(cfg)
+        refuse_not_yet_supported(cfg)
         spread += cfg.parallel.tensor_parallel_degree * cfg.parallel.pipeline_parallel_degree > 1
         words = cfg.parallel.pipeline_parallel_config
         told = {item.name for item in cfg.ignored if item.key == "pipeline_parallel_config"}
@@ -179,6 +179,6 @@ def test_the_recipes_of_models_that_see_are_at_erniekits_paths_with_data_that_is
     assert sorted(map(command_of, names)) == ["chat", "export", "export", *["train"] * 11]
     for name in names:
         cfg = load([name], command_of(name))
-        refuse_later(cfg)
+        refuse_not_yet_supported(cfg)
         for path in cfg.data.train_dataset_path or ():
             assert Path(path).is_file(), (name, path)

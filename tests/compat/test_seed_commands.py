@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from erniekit.config import for_world, load, refuse_later
+from erniekit.config import for_world, load, refuse_not_yet_supported
 from erniekit.config.flat import KEYS
-from erniekit.errors import LaterError
+from erniekit.errors import NotYetSupportedError
 
 DATA = Path(__file__).parents[1] / "data" / "recipes"
 PRETRAINING = sorted((Path(__file__).parents[2] / "examples" / "pre-training").rglob("*.yaml"))
@@ -61,13 +61,13 @@ def test_the_scripts_train_what_they_say(root):
 def test_the_scripts_stop_neither_for_their_devices_nor_for_their_layouts(root):
     for line in LINES[:4]:
         cfg = resolve(line, root)
-        refuse_later(cfg)
+        refuse_not_yet_supported(cfg)
 
 
 def test_the_server_takes_the_recipe_of_the_chat(root):
     cfg = load([str(root / "examples/configs/ERNIE-4.5-0.3B/run_chat.yaml")], "server")
     assert (cfg.serve.port, cfg.serve.max_model_len, cfg.serve.engine) == (8188, 131072, "auto")
-    refuse_later(cfg, "server")
+    refuse_not_yet_supported(cfg, "server")
 
 
 def test_the_sectioned_pre_training_recipe_resolves():
@@ -77,8 +77,8 @@ def test_the_sectioned_pre_training_recipe_resolves():
     assert cfg.optim.lr_scheduler_type == "wsd"
     assert cfg.model.model_config["fp8_mem_configs"] == {"recompute_fwd_gate_up": [6, 7, 8], "dequant_input": True}
     assert not cfg.model.continue_training  # from_scratch: 1
-    with pytest.raises(LaterError, match="fp8 training"):
-        refuse_later(cfg)
+    with pytest.raises(NotYetSupportedError, match="fp8 training"):
+        refuse_not_yet_supported(cfg)
 
 
 def test_the_sectioned_recipe_trains_once_fp8_is_off(tmp_path):
@@ -88,7 +88,7 @@ def test_the_sectioned_recipe_trains_once_fp8_is_off(tmp_path):
     words = ["--configs", str(DATA / "pretrain_21b_sectioned.yaml"), str(more)]
     words += ["--kwargs", "trainer_args.max_steps=3", "model_args.model_config.fp8_mem_configs.dequant_input=false"]
     cfg = load(words)
-    refuse_later(cfg)
+    refuse_not_yet_supported(cfg)
     assert cfg.train.max_steps == 3
     assert cfg.model.model_config["moe_k"] == 4
     assert cfg.model.model_config["num_hidden_layers"] == 28  # of the first file
@@ -100,15 +100,15 @@ def test_the_llama_13b_recipe_resolves_under_its_own_names():
     assert (cfg.data.max_seq_len, cfg.optim.min_lr, cfg.model.tokenizer_name) == (2048, 1e-5, "llama-13b")
     assert (cfg.model.continue_training, cfg.model.initializer_range) == (False, 0.002)
     assert (cfg.train.do_eval, cfg.train.evaluation_strategy) == (True, "steps")
-    with pytest.raises(LaterError, match="fp16 training"):
-        refuse_later(cfg)
-    refuse_later(cfg.replace(compute_type="bf16"))
+    with pytest.raises(NotYetSupportedError, match="fp16 training"):
+        refuse_not_yet_supported(cfg)
+    refuse_not_yet_supported(cfg.replace(compute_type="bf16"))
 
 
 @pytest.mark.parametrize("path", PRETRAINING, ids=lambda path: path.stem)
 def test_a_shipped_pre_training_recipe_keeps_its_global_batch_on_any_cluster(path):
     cfg = load([str(path)])
-    refuse_later(cfg)
+    refuse_not_yet_supported(cfg)
     assert cfg.train.stage == "PT"
     accumulation = int(re.search(r"gradient_accumulation_steps: (\d+)", path.read_text())[1])
     data_ranks = 4 if "llama" in path.stem else cfg.parallel.sharding_parallel_degree

@@ -13,7 +13,7 @@ import yaml
 
 from compat.test_recipes import RECIPES, keys
 from erniekit.cli.main import main
-from erniekit.config import load, refuse_later
+from erniekit.config import load, refuse_not_yet_supported
 from erniekit.recipes.planning import raw_shape
 from erniekit.recipes.shrunken import SMALL_EXPERTS, small_shape
 from support.shipped import ROOT
@@ -52,7 +52,7 @@ def migrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.full) for n in SEEDS])
 def test_a_seeds_job_is_planned_on_its_cluster(migrated, tmp_path, capsys, name):
     recipe, (cluster, _) = migrated(name), SEEDS[name]
-    refuse_later(load([recipe]))
+    refuse_not_yet_supported(load([recipe]))
     if cluster == MIXED:
         (tmp_path / "cluster.yaml").write_text(cluster)
         cluster = str(tmp_path / "cluster.yaml")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from device_cases.attention import D, attend, bounds_of, inputs, kernels, shared_prompt
 
-from erniekit.bench.profile import kernels_of
+from erniekit.bench.profile import by_name, spans_of
 from erniekit.data.types import Batch
 from erniekit.devices import pick
 from erniekit.kernels import flash4
@@ -132,5 +132,5 @@ def test_a_compiled_projection_is_turned_by_one_kernel_each_way() -> None:
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         step()
         torch.cuda.synchronize()
-    calls = {name: count for name, (_, count) in kernels_of(seen, pick("gpu")).items()}
+    calls = {name: count for name, (_, count) in by_name(spans_of(seen, pick("gpu"))).items()}
     assert calls == {"turn": 1, "turn_back": 1}, calls  # views into one output would be copied first

@@ -10,7 +10,7 @@ import torch
 
 from erniekit.bench.card import Watch, medians
 from erniekit.bench.measure import SETTLE, Gauge, product_rate
-from erniekit.bench.profile import kernels_of, profile_steps
+from erniekit.bench.profile import by_name, profile_steps, spans_of
 from erniekit.devices import pick
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA card")]
@@ -74,7 +74,7 @@ def test_kernels_are_those_of_key_averages() -> None:
         for _ in range(5):
             (a @ a).relu().sum()
         torch.cuda.synchronize()
-    ours = kernels_of(recorded, pick("gpu"))
+    ours = by_name(spans_of(recorded, pick("gpu")))
     theirs = {
         event.key: (event.self_device_time_total / 1000, event.count)
         for event in recorded.key_averages()

@@ -23,6 +23,7 @@ from erniekit.kernels.quantised_rows import (
     quantised_with,
     reference,
 )
+from erniekit.kernels.selection import force
 from erniekit.kernels.stored import Stored, kind_of
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA card")]
@@ -176,19 +177,19 @@ def linear_errors() -> dict[str, float]:
 
 @pytest.mark.parametrize("ranks", [(), (RANK,), (RANK, 8)])
 @pytest.mark.parametrize("rows", [0, 5, 4096])
-def test_products_in_triton_with_updates_in_them_are_torchs(
-    rows: int, ranks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_in_triton_with_updates_in_them_are_torchs(rows: int, ranks: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     order, _ = routed(rows)
     x8, xs = quantised(normal(rows * K, H))
     image, scale = (each.unflatten(0, (64, W)) for each in quantised(normal(64 * W, H, std=0.02)))
     tails = [(normal(rows * K, n), normal(64, n, W, std=0.02)) for n in ranks]
-    monkeypatch.setattr(fp8, "ALL_IN_TRITON", False)
-    want = fp8.grouped(x8, xs, image, scale, order.ends).float()
+    force({"experts' fp8 products": "torch"})
+    try:
+        want = fp8.grouped(x8, xs, image, scale, order.ends).float()
+    finally:
+        force({})
     want = expert_reference.add_low(want, [(z.float(), by.float()) for z, by in tails], 2.0, order.ends)
     for by in (scale, None):
-        monkeypatch.setattr(fp8, "ALL_IN_TRITON", True)
         got = without_waiting(lambda by=by: fp8.grouped_plus(x8, xs, image, by, order.ends, tails, 2.0))
         if not rows:
             assert got is None

@@ -65,8 +65,6 @@ def test_a_side_that_is_killed_is_noticed_and_the_cpu_goes_on_alone(
     assert survived.noticed_s < NOTICED_S
     jobs["one"].wait()
     got, want = jobs[name].losses(), jobs["one"].losses()
-    apart = max(abs(a - b) for a, b in zip(got, want, strict=True))
-    print(f"{name}: {survived}, losses {apart:.1e} apart")
     assert len(got) == STEPS
     assert got == pytest.approx(want, abs=LOSS)
 
@@ -80,7 +78,6 @@ def test_a_card_and_a_cpu_in_one_job_train_as_one_process_does(
     got, want = jobs[name].losses(), jobs["one"].losses()
     first, second = (pick(name).wire for name in (first, second))
     assert f"islands  {first}: rank 0, {second}: rank 1" in said
-    print(f"{name}: losses {max(abs(a - b) for a, b in zip(got, want, strict=True)):.1e} apart")
     assert got == pytest.approx(want, abs=LOSS)
     assert abs(want[0] - want[-1]) > 10 * LOSS, "it must really have trained"
 
@@ -99,7 +96,6 @@ def test_in_float64_losses_and_gradients_are_those_of_one_cpu_process(
 ) -> None:
     alone = train({}, ("cpu",), lora)
     answers = [Trained(*got) for got in ranks.run(2, train_in_rank, dict(pp=2, stage_cuts=(cut,)), wires, lora)]
-    apart = check(answers, alone, wires, EXACT)
-    print(f"{wires}, cut {cut}: " + ", ".join(f"{what} {far:.1e}" for what, far in apart.items()))
+    check(answers, alone, wires, EXACT)
     for got in (alone, *answers):
         assert not got.narrow, f"computed in less than float64: {sorted(set(got.narrow))}"

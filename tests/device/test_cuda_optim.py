@@ -51,8 +51,8 @@ def test_an_update_is_its_definition() -> None:
 
 def test_moments_in_16_bit_are_rounded_as_the_definition_says() -> None:
     sizes = [(1,), (17, 3), (4097,), (1000, 333)]
-    for fair in (True, False):
-        rates = RATES._replace(fair=fair)
+    for stochastic in (True, False):
+        rates = RATES._replace(stochastic=stochastic)
         given = slots(sizes, torch.bfloat16, torch.bfloat16, moment=torch.bfloat16)
         want, got = copies(given), copies(given)
         for _ in range(3):
@@ -64,7 +64,7 @@ def test_moments_in_16_bit_are_rounded_as_the_definition_says() -> None:
                     # Neighbours where fp32 values differ in their last bit, and with them what chance is drawn.
                     torch.testing.assert_close(y.float(), x.float(), rtol=2**-6, atol=0)
                     same = float((x == y).float().mean())
-                    assert x.numel() < 100 or same > 0.6, (fair, same)
+                    assert x.numel() < 100 or same > 0.6, (stochastic, same)
             want = copies(got)
 
 

@@ -70,5 +70,4 @@ def test_the_export_gives_the_logits_that_were_trained(tmp_path: Path) -> None:
         read = ModelFolder(run / "export").build(torch.bfloat16, "cuda").eval()
         got = read(probe.ids.to("cuda"))[0][-probes.KEPT_ROWS :].cpu()
     off = apart(got, probe.rows)
-    print(f"logits of the export, read again on the card: {off:.2e} from training's")
     assert off < WHOLE_MODEL

@@ -169,7 +169,7 @@ def test_a_killed_rank_takes_the_run_down_and_the_restart_goes_on(ranks: Callabl
 # --- signals
 
 
-def started(folder: Path, *words: object, **keys: float) -> Launcher:
+def started(folder: Path, *words: object, **keys: object) -> Launcher:
     """Two ranks, both there."""
     process = launcher(folder, LaunchPlan(2, log_dir=folder / "logs", **keys), *words)
     wait_for(folder / "pid-0", folder / "pid-1")
@@ -228,18 +228,23 @@ def test_asked_twice_ranks_that_do_not_leave_are_not_waited_for_and_not_blamed(
     wait_for(tmp_path / "told-0", tmp_path / "told-1")  # two signals that come at once count as one
     process.kill(signal.SIGINT)
     assert process.wait() == 130
-    assert process.said()[1:] == ["stopped by SIGINT without a save"]
+    assert process.said()[1:] == ["stopped by SIGINT without a save", "next: run the same command"]
 
 
-def test_a_second_interrupt_ends_all_at_once(tmp_path: Path) -> None:
-    process = saving_launcher(tmp_path, 30)
-    process.kill(signal.SIGINT)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_all_at_once_and_says_from_where_the_run_resumes(tmp_path: Path, number: int) -> None:
+    (tmp_path / "run" / "checkpoint-40").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoint-40" / "MANIFEST.json").write_text("{}")
+    process = started(tmp_path, "save_when_told", tmp_path, 30, output=tmp_path / "run")
+    process.kill(number)
     wait_for(tmp_path / "told-0", tmp_path / "told-1")  # two signals that come at once count as one
     began = time.monotonic()
-    process.kill(signal.SIGINT)
-    assert process.wait() == 130
+    process.kill(number)
+    assert process.wait() == 128 + number
     assert time.monotonic() - began < LATE_S, "not the 30 s of the save"
-    assert process.said()[-1] == "stopped by SIGINT without a save"
+    name = signal.Signals(number).name
+    next_line = "next: run the same command; it resumes from checkpoint-40"
+    assert process.said()[-2:] == [f"stopped by {name} without a save", next_line]
     assert not list(tmp_path.glob("saved-*"))
 
 

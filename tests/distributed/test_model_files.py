@@ -151,6 +151,26 @@ def test_each_file_is_written_by_one_rank_and_all_together_are_the_model(
     assert all((folder / name).stat().st_size < 1500 + 4096 for name in files)
 
 
+def save_as_if_large(output: str, seed: int) -> tuple[str, list[str], int]:
+    gather.ONE_FILE = 1500  # this process is of this call's ranks only
+    try:
+        return save(output, seed, limit=assembly.LIMIT)
+    finally:
+        gather.ONE_FILE = 256 << 20
+
+
+def test_a_model_that_would_fit_one_file_is_written_by_all_ranks_unless_it_is_small(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    results = ranks.run(3, save_as_if_large, str(tmp_path / "large"), 5)
+    assert [what for what, _, _ in results] == [""] * 3
+    assert [len(wrote) for _, wrote, _ in results] == [1, 1, 1]
+    assert not any(asked for _, _, asked in results), "no tensor was sent to rank 0 to be written there"
+    CheckpointManager(tmp_path / "large").verify(tmp_path / "large" / "checkpoint-1", "full")
+    small = ranks.run(3, save, str(tmp_path / "small"), 5, "", assembly.LIMIT)
+    assert all(what.startswith("not together") for what, _, _ in small)
+
+
 @pytest.mark.parametrize(
     ("fault", "said"),
     [

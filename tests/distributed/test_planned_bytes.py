@@ -24,12 +24,13 @@ from erniekit.parallel.apply import SpreadOptions, parallelise
 from erniekit.parallel.gradients import local
 from erniekit.parallel.mesh import Layout, World, fit
 from erniekit.parallel.sharding_table import plain, sharding_of
-from erniekit.planner.static_bytes import Blocks, Storing, of_rank, of_tensor
+from erniekit.planner.static_bytes import Blocks, Storing, of_tensor
 from erniekit.recipes.build import keep_frozen_as_computed
 from erniekit.recipes.optimiser import place_of
 from erniekit.recipes.planning import packed_bits
 from erniekit.train.step import TrainStep
 from parity.test_layouts import micro_batches
+from support.rank_bytes import of_rank
 from support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")

@@ -84,6 +84,29 @@ def test_exchanged_files_of_a_mix_are_another_run(train: Callable, rows: Path, t
     refused(lambda: train(tmp_path / "run", train_dataset_prob="0.3,0.7", **mixed), "train_dataset_prob")
 
 
+def test_rows_that_another_length_cuts_are_not_called_other_data(train: Callable, rows: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.jsonl"
+    own.write_text(rows.read_text())
+    keys = dict(train_dataset_path=own, doctor="off", max_steps=1)
+    train(tmp_path / "run", **keys)
+    with pytest.raises(ConfigError) as caught:
+        train(tmp_path / "run", max_seq_len=64, **keys)
+    assert caught.value.where == "max_seq_len: 96 -> 64"
+    own.write_text("".join(rows.read_text().splitlines(keepends=True)[1:]))
+    with pytest.raises(ConfigError) as caught:
+        train(tmp_path / "run", max_seq_len=64, **keys)
+    assert "max_seq_len: 96 -> 64" in caught.value.where
+    assert "own.jsonl has other content" in caught.value.where
+
+
+def test_a_full_run_stores_no_base_so_nothing_is_said_of_versions(
+    train: Callable, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    train(tmp_path, doctor="off", max_steps=1)
+    refused(lambda: train(tmp_path, doctor="off", max_steps=1, fine_tuning="LoRA"), "fine_tuning")
+    assert "another version" not in capsys.readouterr().out
+
+
 def another(model: Path, to: Path) -> Path:
     """The same shapes and dates, other numbers: in the upper layers alone, where a short probe may not look."""
     shutil.copytree(model, to)
@@ -93,6 +116,19 @@ def another(model: Path, to: Path) -> Path:
         tensors[names[-1]] = tensors[names[-1]] + 0.5
         save_file(tensors, file)
     return to
+
+
+@pytest.mark.parametrize("first", ["Full", "LoRA"])
+def test_another_recipe_in_a_folder_that_holds_a_run_is_told_to_name_its_own(
+    train: Callable, tmp_path: Path, first: str
+) -> None:
+    second = {"Full": "LoRA", "LoRA": "Full"}[first]
+    train(tmp_path / "out", max_steps=1, fine_tuning=first)
+    with pytest.raises(ConfigError) as error:
+        train(tmp_path / "out", max_steps=1, fine_tuning=second)
+    assert "fine_tuning" in error.value.where
+    assert "the same command with output_dir=OTHER" in error.value.fix
+    train(tmp_path / "other", max_steps=1, fine_tuning=second)
 
 
 def test_a_preference_run_is_not_resumed_against_another_reference(

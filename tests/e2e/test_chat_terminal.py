@@ -101,7 +101,7 @@ def test_ctrl_c_stops_the_answer_and_the_server_and_the_next_one_leaves(live):
 
 
 def test_pasted_lines_are_one_message_and_one_too_long_is_refused_once(live, tmp_path):
-    terminal = Terminal(live.url, "max_new_tokens=2", kind="xterm")
+    terminal = Terminal(live.url, "max_new_tokens=2", "temperature=0", kind="xterm")
     pasted = "\x1b[200~{}\x1b[201~\n".format
     try:
         terminal.wait_for("User: ")

@@ -38,6 +38,30 @@ code = main(sys.argv[1:])
 print(json.dumps(sys.stdout.seen), file=sys.stderr)
 sys.exit(code)
 """
+# As above, for any command, which ends with its first line.
+AT_ONCE = """
+import os, sys
+from erniekit.cli.main import main
+
+class Screen:
+    def write(self, text):
+        if text.strip():
+            os.write(1, " ".join([text.split()[0], *sorted(sys.modules)]).encode())
+            os._exit(0)
+    def __getattr__(self, name):
+        return getattr(sys.__stdout__, name)
+
+sys.stdout = Screen()
+sys.exit(main(sys.argv[1:]))
+"""
+LONG = (
+    "eval MODEL eval_dataset_path=ROWS", "eval MODEL eval_tasks=hellaswag", "export lora_path=MODEL output_dir=out",
+    "quantize MODEL quant=w8a16 output_dir=out", "split output_dir=MODEL", "server MODEL port=0", "chat MODEL",
+    "doctor", "doctor model_name_or_path=MODEL data=ROWS output_dir=out", "bench --tiny", "bench --calibrate --tiny",
+    "plan model_name_or_path=MODEL data=ROWS output_dir=out --cluster 8x80G", "webui port=0 root=.",
+    "rehearse model_name_or_path=MODEL data=ROWS output_dir=out --ranks 2",
+    "rehearse model_name_or_path=MODEL data=ROWS output_dir=out --shrunken 2", "demo --dir demo",
+)  # fmt: skip
 LIMIT = 6.0  # seconds; the best of three, as other tests share the machine
 
 
@@ -66,6 +90,20 @@ def test_the_first_line_is_printed_before_anything_heavy_is_imported(loaded: dic
 
 def test_the_first_step_has_imported_only_what_it_needs(loaded: dict[str, list[str]]) -> None:
     assert set(HEAVY) & set(loaded["step"]) <= NEEDED
+
+
+@pytest.mark.parametrize("command", LONG)
+def test_commands_that_take_long_print_their_first_line_at_once(
+    command: str, tiny_model: Path, rows: Path, tmp_path: Path
+) -> None:
+    words = command.replace("MODEL", str(tiny_model)).replace("ROWS", str(rows)).split()
+    done = subprocess.run(
+        [sys.executable, "-c", AT_ONCE, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    first, *modules = done.stdout.split()
+    assert first in ("erniekit", "plan", "rehearse"), first
+    assert not (set(HEAVY) - {"safetensors"}) & set(modules), "torch alone takes seconds"
 
 
 def first_step(tiny_model: Path, rows: Path, output: Path, cache: Path) -> float:

@@ -18,10 +18,11 @@ from erniekit.errors import Preempted
 from erniekit.export.run import export
 from erniekit.lora.adapter_files import read_adapter
 from erniekit.lora.inject import lora_linears
-from erniekit.lora.merge import merged_tensor, row_updates
+from erniekit.lora.merge import row_updates
 from erniekit.recipes import build as building
 from erniekit.recipes.built import Built
 from erniekit.train.metrics import LogHook
+from support.merged import merged_tensor
 
 LORA = dict(fine_tuning="LoRA", lora_rank=8, learning_rate=5e-3, doctor="off")
 

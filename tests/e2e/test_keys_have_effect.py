@@ -51,6 +51,14 @@ def read(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
     for method in ("given", "typed", "origin", "__getitem__"):
         monkeypatch.setattr(RunConfig, method, watched(getattr(RunConfig, method)))
+    chosen = RunConfig.compute_type_given.fget  # of two keys: its own and bf16
+    assert chosen is not None
+
+    def of_compute_type(cfg: RunConfig) -> bool:
+        note("compute_type")
+        return chosen(cfg)
+
+    monkeypatch.setattr(RunConfig, "compute_type_given", property(of_compute_type))
     return names
 
 

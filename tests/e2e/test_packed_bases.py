@@ -18,7 +18,8 @@ from erniekit.checkpoint.model_writer import write_model
 from erniekit.demo.tiny import TRAIN, make_tiny_model, make_tokenizer
 from erniekit.export.run import export
 from erniekit.lora.adapter_files import read_adapter
-from erniekit.lora.merge import merged_tensor, row_updates
+from erniekit.lora.merge import row_updates
+from support.merged import merged_tensor
 from support.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from erniekit.cli.main import main
-from erniekit.config import load, refuse_later
+from erniekit.config import load, refuse_not_yet_supported
 from support.shipped import ALL, RECORDED, ROOT, cheap, cluster_of, command_of
 
 TRAINED = [name for name in ALL if command_of(name) == "train"]
@@ -46,7 +46,7 @@ def test_there_are_98_of_erniekit_and_those_of_pre_training() -> None:
 def test_all_resolve_and_need_no_later_version() -> None:
     for name in ALL:
         cfg = load([name], command_of(name))
-        refuse_later(cfg)
+        refuse_not_yet_supported(cfg)
         assert cfg.model.model_name_or_path, name
 
 
@@ -63,7 +63,7 @@ def test_what_does_not_train_says_what_it_works_on() -> None:
             assert all(Path(path).is_file() for path in cfg.data.eval_dataset_path), name
         else:
             served = load([name], "server")  # the server takes the chat's recipe
-            refuse_later(served, "server")
+            refuse_not_yet_supported(served, "server")
             assert served.serve.max_model_len > 0, name
             assert served.serve.port > 0, name
     assert set(kinds) == {"chat", "export", "eval"}

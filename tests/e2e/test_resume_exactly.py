@@ -152,6 +152,7 @@ def test_resuming_with_another_setting_is_refused_by_name(
         with pytest.raises(ConfigError) as caught:
             train(tmp_path, max_steps=2, save_steps=1, doctor="off", **{key: value})
         assert key in caught.value.where
+        assert "the same command with output_dir=OTHER" in caught.value.fix
         row.hits = 1
         train(tmp_path, max_steps=2, save_steps=1, doctor="off", override_resume=True, **{key: value})
 

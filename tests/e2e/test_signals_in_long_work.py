@@ -126,3 +126,17 @@ def test_a_signal_inside_a_save_leaves_once_it_is_written_without_another_step_a
     assert str(stopped.value).splitlines()[1].startswith("next: erniekit train ")
     assert "stopped after" not in capsys.readouterr().out, "whoever shows the error says it"
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+def test_a_late_stop_is_told_in_the_time_since_the_signal(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Saver.save
+
+    def save(saver: Saver, *more: Any, **options: Any) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        return plain(saver, *more, **options)
+
+    monkeypatch.setattr(Saver, "save", save)
+    with pytest.raises(Preempted, match=r"; from the signal to the end of the save: [0-9]+ s of preempt_grace_s 0"):
+        train(tmp_path / "run", save_steps=1, preempt_grace_s=0, max_steps=3, doctor="off")

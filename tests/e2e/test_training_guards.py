@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from erniekit.checkpoint import writer
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.cli.main import main
 from erniekit.errors import CheckpointError, ErnieKitError
@@ -133,6 +136,31 @@ def test_async_saves_leave_the_same_files_as_plain_ones(train: Callable, weights
     for step in (4, 6):
         name = f"checkpoint-{step}"
         assert weights(tmp_path / "async" / name) == weights(tmp_path / "plain" / name)
+
+
+@pytest.mark.parametrize("how", ["", "async_save"], ids=["in front", "in the background"])
+def test_a_save_that_fails_and_one_in_the_background_have_other_words(
+    how: str, train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class FullOnce(writer.FileOps):
+        full = True
+
+        def write(self, fd: int, data: memoryview) -> int:
+            if self.full:
+                self.full = False
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write(fd, data)
+
+    monkeypatch.setattr(writer, "ops", FullOnce())
+    train(tmp_path, save_steps=2, max_steps=5, unified_checkpoint_config=how, doctor="off")
+    events = json.loads((tmp_path / "run.json").read_text())["events"]
+    texts = [(e["step"], e["text"]) for e in events if e["name"] == "save"]
+    failed = [text for step, text in texts if step == 2 and text.startswith("failed: ")]
+    assert len(failed) == 1
+    assert "No space left on device" in failed[0]
+    others = ["in the background"] if how else []
+    assert [text for step, text in texts if step == 2 and text not in failed] == others
+    assert [text for step, text in texts if step == 4] == (others or [str(tmp_path / "checkpoint-4")])
 
 
 def test_two_trainers_cannot_share_a_folder(train: Callable, tmp_path: Path) -> None:

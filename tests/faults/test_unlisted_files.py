@@ -14,6 +14,7 @@ from erniekit.api_load import find_model, load
 from erniekit.checkpoint import manifest
 from erniekit.checkpoint.manager import CheckpointManager, discard_unchanged
 from erniekit.checkpoint.manifest import MANIFEST, Manifest
+from erniekit.checkpoint.published import check_published
 from erniekit.checkpoint.slices import TensorFiles
 from erniekit.cli.main import main
 from erniekit.errors import CheckpointError
@@ -133,16 +134,19 @@ def test_a_note_beside_a_published_model_changes_nothing_and_is_not_spoken_of(mo
 
 
 def test_another_programs_manifest_vouches_for_nothing_and_forbids_nothing(model):
-    for content in ('{"name": "a game"}', "a list of things", "[]"):
+    for content in ('{"name": "a game"}', '{\n "name": "a game"\n}', "a list of things", "[]", "{}", '{"forma'):
         (model / MANIFEST).write_text(content)
         assert load(model)[1] is not None
 
 
-def test_a_manifest_of_ours_that_is_cut_short_is_refused(model):
+def test_a_manifest_of_ours_that_is_cut_short_or_empty_is_refused(model):
     raw = (model / MANIFEST).read_bytes()
-    (model / MANIFEST).write_bytes(raw[: len(raw) // 2])
-    with pytest.raises(CheckpointError, match=r"MANIFEST.json is cut short or damaged"):
-        load(model)
+    for left in (*(raw[:size] for size in (*range(16), len(raw) // 2)), b"\n", bytes(len(raw))):
+        (model / MANIFEST).write_bytes(left)
+        for reader in (load, check_published):
+            with pytest.raises(CheckpointError, match=r"MANIFEST.json is cut short or damaged") as caught:
+                reader(model)
+            assert caught.value.where == str(model / MANIFEST), left
 
 
 def test_a_resume_reads_no_planted_state_of_the_optimiser_and_the_folder_is_kept(sound, tmp_path, warnings, capsys):

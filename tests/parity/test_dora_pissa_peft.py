@@ -17,9 +17,9 @@ from erniekit.export.run import export
 from erniekit.lora.adapter import adapter_of, attach, combined, load_adapter
 from erniekit.lora.adapter_files import read_adapter, write_adapter
 from erniekit.lora.inject import inject, lora_state
-from erniekit.lora.merge import fold
 from erniekit.lora.settings import LoRASettings
 from erniekit.lora.start_values import principal, start_from_weights
+from support.merged import fold
 
 RANK, STEPS = 4, 3
 BASES = {"ernie": "dense_old", "llama": "llama_fused"}

@@ -17,7 +17,7 @@ from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.lora.adapter import adapter_of, attach
 from erniekit.lora.adapter_files import read_adapter, write_adapter
 from erniekit.lora.inject import lora_state
-from erniekit.lora.merge import fold
+from support.merged import fold
 from support.recorded_training import with_adapter
 
 TOLERANCE = 1e-4  # the fixtures' README: agreement of two fp32 stacks on logits and losses is about 1e-5

@@ -19,7 +19,6 @@ from erniekit.export.run import export
 from erniekit.lora.adapter import adapter_of, load_adapter
 from erniekit.lora.adapter_files import read_adapter, write_adapter
 from erniekit.lora.inject import inject
-from erniekit.lora.merge import fold
 from erniekit.lora.projections import projections
 from erniekit.losses.causal import causal_loss
 from erniekit.losses.moe_balance import RouterLosses, RouterLossWeights
@@ -28,6 +27,7 @@ from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
 from erniekit.optim.schedule import Schedule
 from erniekit.train.step import TrainStep
+from support.merged import fold
 from support.recorded_training import gradients, norms, on_one_rank
 from support.recorded_vision import (
     FOLDER,

@@ -34,7 +34,9 @@ class RecordedData(TrainData):
 
     batches: list[Batch]
 
-    def loader(self, cfg: Any, start_pack: int) -> Iterator[list[Batch]]:  # type: ignore[override]
+    def loader(  # type: ignore[override]
+        self, cfg: Any, start_pack: int, steps: int | None = None
+    ) -> Iterator[list[Batch]]:
         number = start_pack
         while True:
             yield [self.batches[number % len(self.batches)]]
@@ -86,8 +88,7 @@ def of(run: dict[str, Any]) -> dict[str, Any]:
 RUNS: dict[str, dict[str, Any]] = {"full": {}, "freeze_vision": dict(freeze_config="freeze_vision")}
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", ["full", *(pytest.param(n, marks=pytest.mark.full) for n in RUNS if n != "full")])
 def test_the_trainer_draws_the_recorded_curve(name: str, words: dict[str, Any]) -> None:
     run = numbers()["curves"][name]
     cfg = load([f"{key}={value}" for key, value in (words | of(run) | RUNS[name]).items()], "train")

@@ -126,7 +126,7 @@ def render() -> str:
     from erniekit.api import NAMES
 
     parts = [HEAD]
-    for title, names in (("", NAMES), ("# Objects that are met on the way\n", MET)):
+    for title, names in (("", NAMES), ("# Returned objects\n", MET)):
         parts += [title] if title else []
         for name, thing in found(names):
             parts += entry(name, thing)

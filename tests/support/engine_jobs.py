@@ -78,10 +78,10 @@ def inject_drawn(model: torch.nn.Module, settings: LoRASettings, seed: int, std:
                 value.normal_(std=std)
 
 
-def make_adapter(weights: ModelFolder, folder: Path, seed: int) -> Path:
+def make_adapter(weights: ModelFolder, folder: Path, seed: int, settings: LoRASettings | None = None) -> Path:
     """Adapters on every projection, large enough to change what is said."""
+    settings = settings or LoRASettings(4, 8.0)
     model = weights.build()
-    settings = LoRASettings(4, 8.0)
     inject_drawn(model, settings, seed)
     write_adapter(folder, adapter_of(model, settings, base=str(weights.path)), model)
     return folder

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from erniekit.kernels.adamw import Judged, Rates, Slot, judged_reference, norm_reference, reference
+from erniekit.kernels.adamw import Rates, Slot, UpdateCheck, check_reference, norm_reference, reference
 from erniekit.optim import adamw
 
 
@@ -29,10 +29,10 @@ class PlainAdamW:
     def norm(self, key: str, grads: Sequence[torch.Tensor]) -> torch.Tensor:
         return norm_reference(grads)
 
-    def judged(
+    def check(
         self, key: str, grad: torch.Tensor, last: torch.Tensor | None, sound: torch.Tensor, limit: float
-    ) -> Judged:
-        return judged_reference(norm_reference([grad]), last, sound, limit)
+    ) -> UpdateCheck:
+        return check_reference(norm_reference([grad]), last, sound, limit)
 
 
 def results_come_late(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,9 @@ class ToyStream:
     def wait_stream(self, other: ToyStream) -> None:
         _note("wait_stream")
 
+    def wait_event(self, event: ToyEvent) -> None:
+        _note("wait_event")
+
 
 class ToyDevice(Device):
     vendor: ClassVar[str] = "toy"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from erniekit.checkpoint.model_writer import DTYPE_NAMES
-from erniekit.errors import CheckpointError, LaterError
+from erniekit.errors import CheckpointError, NotYetSupportedError
 from erniekit.models import MODELS
 
 if TYPE_CHECKING:
@@ -26,7 +26,9 @@ def to_transformers(model: nn.Module, config: DecoderConfig) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if config.vision is not None:
-        raise LaterError("answering with a vision-language model is not in this version", fix="use a text model")
+        raise NotYetSupportedError(
+            "answering with a vision-language model is not in this version", fix="use a text model"
+        )
     # Layers that predict further tokens serve training only: generation does not run them, nor has transformers any.
     config = replace(config, mtp_layers=0)
     spec = MODELS.get(config.family)

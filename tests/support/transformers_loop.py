@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from erniekit.lora.merge import fold
+from support.merged import fold
 from support.transformers_bridge import to_transformers
 
 

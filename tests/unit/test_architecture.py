@@ -40,14 +40,14 @@ ALLOWED = {
     "model_contract": set(),
     "files": {"errors", "log"},
     "result": set(),
-    "config": {"devices"},  # the table of words in its __init__, which imports no torch; so do cli and launch
+    "config": {"devices"},  # the table of words in its __init__, which imports no torch; so do cli, launch and webui
     "net": {"config"},
     "kernels": set(),
     "devices": set(),
     "parallel": {"devices", "kernels"},
     "models": {"kernels", "parallel"},
     "planner": {"models", "parallel", "kernels"},
-    "rehearse": {"parallel"},
+    "rehearse": {"parallel", "devices"},
     "data": set(),
     "losses": {"data", "kernels"},
     "optim": {"kernels", "devices"},
@@ -66,7 +66,7 @@ ALLOWED = {
         "export", "quantize", "serve", "demo", "api_load", "kernels", "result", "planner", "rehearse",
     },
     "demo": {"models", "checkpoint", "data", "lora", "track"},
-    "webui": {"config", "net", "track"},
+    "webui": {"config", "devices", "net", "track"},
     "bench": {
         "kernels", "recipes", "planner", "config", "data", "demo", "models", "checkpoint", "devices", "parallel",
         "train",
@@ -199,6 +199,13 @@ def test_every_room_is_on_the_map() -> None:
     assert {room(module) for module in MODULES} == set(ALLOWED)
 
 
+def test_the_page_on_the_architecture_lists_what_is_open_to_all() -> None:
+    page = (SRC.parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    listed = re.search(r"only what is open to all: ([\w\s,]+)\nconfig,", page)
+    assert listed
+    assert set(listed[1].replace(",", " ").split()) == OPEN
+
+
 def test_no_file_is_longer_than_a_reader_can_hold() -> None:
     long = {str(p.relative_to(SRC)): n for p in SRC.rglob("*.py") if (n := len(p.read_text().splitlines())) > 400}
     assert not long
@@ -266,9 +273,9 @@ def test_no_public_class_name_is_defined_twice() -> None:
 
 
 def callers_named(text: str) -> list[str]:
-    """The files that a docstring says it is called or used by, what stands in brackets left out."""
+    """The files that a docstring says it is called, used or made by, what stands in brackets left out."""
     plain = re.sub(r"\([^()]*\)", "", " ".join(text.split()))
-    found = re.findall(r"(?:Called|Used) by ((?:[^.;]|\.py)*)", plain)
+    found = re.findall(r"(?:(?:Called|Used|Made|Built|Held|Opened|Filled) by|Registered in) ((?:[^.;]|\.py)*)", plain)
     return [name for line in found for name in re.findall(r"[\w/]+\.py", line)]
 
 
@@ -291,9 +298,8 @@ def _imports(file: Path, module: str) -> bool:
 
 
 def test_callers_are_found_in_whole_sentences() -> None:
-    assert callers_named("A. Called by a.py and\nb/c.py (d.py), when asked; e.py too. Used by f.py.") == [
-        "a.py", "b/c.py", "f.py",
-    ]  # fmt: skip
+    text = "A. Called by a.py and\nb/c.py (d.py), when asked; e.py too. Used by f.py. Made by g.py. Registered in h.py."
+    assert callers_named(text) == ["a.py", "b/c.py", "f.py", "g.py", "h.py"]
 
 
 def methods_replaced(code: str) -> list[int]:
@@ -318,16 +324,51 @@ def test_methods_of_a_model_are_replaced_in_one_place() -> None:
     assert methods_replaced('layer.forward = f\nsetattr(x, "attend", g)\nself.run_layers = h\nx.other = f') == [1, 2, 3]
 
 
+# What getattr and hasattr may ask in rooms that use models: of torch, Python and plug-ins. Of a model's modules
+# model_contract.py asks.
+ASKED = {
+    "_dump_fr_trace_json", "_post_accumulate_grad_hooks", "full_tensor", "rehearsed", "reshard", "to_local", "uncast",
+    "SIGRTMIN", "memfd_create", "sched_getaffinity", "__qualname__", "__self__",
+    "close", "EVIDENCE", "PLUGIN", "WHEN_ABSENT", "findings",
+}  # fmt: skip
+
+
+def asked_by_name(tree: ast.Module) -> set[str]:
+    """Names that getattr and hasattr are given as they are."""
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) > 1)
+    asking = (call for call in calls if ast.unparse(call.func) in ("getattr", "hasattr"))
+    return {str(call.args[1].value) for call in asking if isinstance(call.args[1], ast.Constant)}
+
+
+def test_what_a_module_of_a_model_may_have_is_asked_through_the_contract() -> None:
+    rooms = {"parallel", "lora", "train", "recipes", "losses", "optim"}
+    found = {name: asked_by_name(parsed(file)) for name, file in MODULES.items() if room(name) in rooms}
+    assert not {name: names - ASKED for name, names in found.items() if names - ASKED}, "see erniekit.model_contract"
+    assert set().union(*found.values()) == ASKED, "what nobody asks any more is not listed"
+    assert asked_by_name(ast.parse('getattr(m, "tower", 1) or hasattr(m, "x") or getattr(m, name)')) == {"tower", "x"}
+
+
 def test_every_public_function_and_class_is_used_outside_of_tests() -> None:
-    """Its name occurs again in the package or in benchmarks/."""
-    words: Counter[str] = Counter()
-    for file in (*MODULES.values(), *(SRC.parents[1] / "benchmarks").rglob("*.py")):
-        words.update(re.findall(r"\w+", file.read_text(encoding="utf-8")))
+    """Its name occurs again in its own file, in a table (`module:name`), or in a file of the package or of benchmarks/
+    that imports its module or, as modules are loaded by name too, the package that this is in. A kernel's `reference`
+    is its definition, which tests compare with."""
+    files = [*MODULES.values(), *(SRC.parents[1] / "benchmarks").rglob("*.py")]
+    texts = {file: file.read_text(encoding="utf-8") for file in files}
+    words = {file: Counter(re.findall(r"\w+", text)) for file, text in texts.items()}
+    in_tables = {name for text in texts.values() for name in re.findall(r":(\w+)\"", text)}
+    users: dict[str, set[Path]] = {}
+    for file in files:
+        for module in imports(file):
+            users.setdefault(module, set()).add(file)
     defined = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    unused = [
-        f"{module}: {node.name}"
-        for module, file in MODULES.items()
-        for node in parsed(file).body
-        if isinstance(node, defined) and not node.name.startswith("_") and words[node.name] < 2
-    ]
+    unused = []
+    for module, file in MODULES.items():
+        others = users.get(module, set()) | users.get(module.rpartition(".")[0], set())
+        for node in parsed(file).body:
+            if not isinstance(node, defined) or node.name.startswith("_") or words[file][node.name] > 1:
+                continue
+            if node.name in in_tables or (node.name == "reference" and room(module) == "kernels"):
+                continue
+            if not any(node.name in words[other] for other in others):
+                unused.append(f"{module}: {node.name}")
     assert not unused, "\n".join(unused)

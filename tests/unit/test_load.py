@@ -18,8 +18,8 @@ from erniekit.errors import CheckpointError, ConfigError
 from erniekit.lora.adapter import adapter_of
 from erniekit.lora.adapter_files import write_adapter
 from erniekit.lora.inject import inject, lora_linears
-from erniekit.lora.merge import fold
 from erniekit.lora.settings import LoRASettings
+from support.merged import fold
 
 IDS = torch.tensor([[3, 70, 90, 101, 4, 200], [7, 7, 8, 9, 10, 11]])
 

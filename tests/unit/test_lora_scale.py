@@ -1,4 +1,4 @@
-"""One set of rules for LoRA's scale: keys, settings in memory and adapter files give the same number."""
+"""One set of rules for LoRA's scale, which keys, settings in memory and adapter files follow."""
 
 from __future__ import annotations
 
@@ -7,30 +7,29 @@ import pytest
 from erniekit.config import load
 from erniekit.lora.settings import LoRASettings
 from erniekit.lora_scale import alpha_of, scale_of
+from erniekit.recipes.adapters import settings_of
 
-KEYS = {
-    "nothing given": [],
-    "rank": ["lora_rank=32"],
-    "alpha": ["lora_rank=32", "lora_alpha=8"],
-    "rslora": ["lora_rank=16", "rslora=True"],
-    "rslora and alpha": ["lora_rank=16", "rslora=True", "lora_alpha=8"],
-    "rslora_plus": ["lora_rank=16", "rslora_plus=True", "lora_alpha=99"],
+KEYS = {  # words -> alpha, scale, how much faster B learns
+    (): (16, 2.0, 1.0),
+    ("lora_rank=32",): (64, 2.0, 1.0),
+    ("lora_rank=32", "lora_alpha=8"): (8, 0.25, 1.0),
+    ("lora_rank=16", "rslora=True"): (4, 1.0, 1.0),
+    ("lora_rank=16", "rslora=True", "lora_alpha=8"): (8, 2.0, 1.0),
+    ("lora_rank=16", "rslora_plus=True"): (4, 1.0, 4.0),
+    ("lora_rank=16", "rslora_plus=True", "lora_alpha=99", "lora_plus_scale=2"): (4, 1.0, 4.0),
 }
 
 
-@pytest.mark.parametrize("case", KEYS)
-def test_config_and_settings_resolve_the_keys_alike(case: str) -> None:
-    words = KEYS[case]
-    typed = dict(word.split("=") for word in words)
-    lora = load(["fine_tuning=LoRA", *words], "train").lora
-    settings = LoRASettings.resolve(
-        int(typed.get("lora_rank", 8)),
-        int(typed.get("lora_alpha", -1)),
-        rslora="rslora" in typed,
-        rslora_plus="rslora_plus" in typed,
-    )
-    assert (lora.lora_rank, lora.lora_alpha, lora.rslora) == (settings.rank, settings.alpha, settings.rslora)
-    assert lora.lora_plus_scale == settings.lora_plus_scale
+@pytest.mark.parametrize("words", KEYS, ids=" ".join)
+def test_alpha_and_scale_follow_erniekits_rules(words: tuple[str, ...]) -> None:
+    settings = settings_of(load(["fine_tuning=LoRA", *words], "train"))
+    assert (settings.alpha, settings.scaling, settings.lora_plus_scale) == KEYS[words]
+
+
+def test_without_an_alpha_settings_take_the_one_of_the_key_that_is_not_given() -> None:
+    for rank, rslora in ((8, False), (16, True)):
+        lora = load(["fine_tuning=LoRA", f"lora_rank={rank}", f"rslora={rslora}"], "train").lora
+        assert LoRASettings.resolve(rank, rslora=rslora).alpha == lora.lora_alpha
 
 
 @pytest.mark.parametrize("rslora", [False, True])

@@ -11,7 +11,20 @@ import torch
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.demo.tiny import make_tiny_model
 from erniekit.demo.tiny_vision import make_tiny_vision
-from erniekit.model_contract import DecoderBlock, ExpertBank, ExpertBlock, SeeingModel, SpreadModel, seeing, wrap
+from erniekit.model_contract import (
+    BiasAdder,
+    DecoderBlock,
+    ExpertBank,
+    ExpertBlock,
+    InnerPart,
+    SpreadModel,
+    VisionLanguageModel,
+    WeightHolder,
+    bias_adder,
+    vision_language,
+    weight_holder,
+    wrap,
+)
 from erniekit.models import MODELS
 
 
@@ -27,12 +40,17 @@ def test_a_family_has_all_that_the_contract_names(family: str, tmp_path: Path) -
     with torch.device("meta"):
         found = ModelFolder(folder)
         model: Any = found.spec.build(found.config)
-    assert not missing(SeeingModel if vision else SpreadModel, model)
-    assert (seeing(model) is not None) == vision
+    assert not missing(VisionLanguageModel if vision else SpreadModel, model)
+    assert (vision_language(model) is not None) == vision
     blocks = list(model.blocks())
     assert len(blocks) >= found.config.num_layers
+    holders = [holder for holder in map(weight_holder, model.modules()) if holder is not None]
+    assert len(holders) >= 4 * found.config.num_layers
+    assert not any(missing(WeightHolder, holder) for holder in holders)
     for block in blocks:
         assert not missing(DecoderBlock, block)
+        assert not missing(InnerPart, block.attn.inner)
+        assert not missing(BiasAdder, bias_adder(block.attn.out))
         if block.sparse:
             assert not missing(ExpertBlock, block.mlp)
             assert not any(missing(ExpertBank, bank) for bank in block.mlp.banks())

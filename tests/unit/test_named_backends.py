@@ -32,6 +32,64 @@ def cuda_named(code: str) -> list[int]:
     return sorted(found)
 
 
+# Of torch for whichever accelerator there is, and for single kinds: a Device has its own (devices/base.py).
+ANY_ACCELERATOR = ("accelerator", "Stream", "Event")
+KINDS = ("cuda", "cudnn", "xpu", "mps", "npu", "musa", "mtia", "hpu", "mlu")
+OF_TORCH = {*ANY_ACCELERATOR, *KINDS}
+
+
+def accelerator_named(code: str) -> list[int]:
+    """Lines that use torch.accelerator, torch.Stream, torch.Event, or torch's module or back end of one kind."""
+    found: list[int] = []
+    if not any(name in code for name in OF_TORCH):
+        return found
+    tree = ast.parse(code)
+    owners = {"torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            owners |= {alias.asname for alias in node.names if alias.name == "torch" and alias.asname}
+    owners |= {f"{owner}.backends" for owner in owners}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            named = node.attr in OF_TORCH and ast.unparse(node.value) in owners
+        elif isinstance(node, ast.Import):
+            named = any(_of_torch(alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            named = any(_of_torch(f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            named = ast.unparse(node.args[0]) in owners and ast.unparse(node.args[1]).strip("'") in OF_TORCH
+        else:
+            continue
+        found += [node.lineno] if named else []
+    return sorted(found)
+
+
+def _of_torch(module: str) -> bool:
+    first, *rest = module.split(".")
+    return first == "torch" and any(part in OF_TORCH for part in rest[: 2 if rest[:1] == ["backends"] else 1])
+
+
+def test_streams_and_accelerators_of_torch_are_named_by_devices_and_kernels_alone() -> None:
+    wrong = []
+    for file in SRC.rglob("*.py"):
+        place = file.relative_to(SRC).as_posix()
+        if not place.startswith(tuple(f"{room}/" for room in NAMES_CUDA)):
+            wrong += [f"{place}:{line}" for line in accelerator_named(file.read_text(encoding="utf-8"))]
+    assert not wrong, "ask the Device (devices/base.py):\n" + "\n".join(wrong)
+
+
+def test_every_way_to_name_an_accelerator_is_found() -> None:
+    for line in (
+        "torch.accelerator.synchronize()", "import torch.accelerator", "from torch import accelerator",
+        "from torch.accelerator import current_stream", "torch.Stream(d)", "from torch import Stream",
+        "def f(x: torch.Event): ...", "import torch as t\nt.accelerator", "getattr(torch, 'accelerator')",
+        "from torch.backends.cuda import sdp_kernel", "torch.backends.cudnn.benchmark", "import torch.npu",
+        "from torch.backends import mps", "hasattr(torch, 'musa')", "torch.xpu.x()",
+    ):  # fmt: skip
+        assert accelerator_named(line), line
+    assert not accelerator_named("from asyncio import Event\nfrom erniekit.devices.base import Event\nself.Stream()")
+
+
 def test_cuda_is_named_by_devices_and_kernels_alone() -> None:
     wrong = []
     for file in SRC.rglob("*.py"):

@@ -1,4 +1,4 @@
-"""`erniekit bench`: a process for each workload, one after the other, and one table at the end.
+"""`erniekit bench`: a process for each workload and each whole command, one after the other, and one table at the end.
 
 In the command table; imports no torch, which only the workers need.
 """
@@ -7,33 +7,36 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from erniekit.bench import real, real_cases
 from erniekit.bench.peers import NEEDS
+from erniekit.bench.real_cases import RealCase
 from erniekit.bench.report import differences, remarks, table
-from erniekit.bench.workloads import WORKLOADS, BenchOptions, Workload, chosen
+from erniekit.bench.workloads import BenchOptions, Workload, chosen
+from erniekit.config.opening_line import announce_work
 from erniekit.errors import ConfigError
 from erniekit.files import OwnedFiles
 from erniekit.flag_parser import FlagParser
-from erniekit.log import emit
+from erniekit.log import emit, warn
 from erniekit.registry import nearest
 
 STEPS, WARMUP = 8, 3  # timed, and before those
 BEGIN_WITHIN = 0.7
-LEAST = 20.0  # seconds: a workload is not begun with less
 AHEAD = 8  # cores from which on the next process may import while this one measures
-OF_WORKLOADS = ("--peers", "--warmup", "--seconds-limit", "--seed", "--profile", "--calibrate")  # not of --real
-OF_REAL = ("--layers", "--again")
+OF_WORKLOADS = ("--peers", "--warmup", "--seed", "--profile", "--calibrate")  # not of whole commands
+OF_COMMANDS = ("--layers", "--again")
 
 
 def bench_command(args: list[str]) -> int:
@@ -57,70 +60,107 @@ def _stopped_as_by_ctrl_c() -> Iterator[None]:
 
 
 def _run(flags: argparse.Namespace) -> int:
-    _refuse_idle(flags)
+    work, cases = _chosen(flags)
+    _refuse_idle(flags, bool(work), bool(cases))
     if flags.list:
-        if flags.real:
-            return _list_real(flags.only)
-        for work in WORKLOADS.values():
-            emit(f"{work.name:<10} {work.about}; peers: {', '.join(work.possible) or '-'}")
+        for line in (*map(_about_workload, work), *map(_about_case, cases)):
+            emit(line)
         return 0
+    options = _options(flags)
     out = Path(flags.output_dir).expanduser()
     if flags.calibrate:
         return _calibrate(out, flags.tiny)
-    if flags.real:
-        return _real(flags, out)
-    work_list, options = chosen(_items(flags.only)), _options(flags)
-    results_of = [name for work in work_list for name in (f"{work.name}.json", f"{work.name}.profile.txt")]
-    OwnedFiles(out).claim("bench.json", *results_of)
-    results, failed = run_all(work_list, options, out, flags.seconds_limit)
-    for line in (*table(results), *remarks(results)) if results else ():
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        cases = _as_measured(cases, flags, Path(folder), options.keys)
+        names = [each.name for each in work] + [case.name for case in cases]
+        announce_work(f"bench of {', '.join(names)}, to {out}")
+        _warn_of_a_cpu(flags.tiny)
+        _claim(out, work, cases)
+        results, failed = run_all(work, options, out, flags.seconds_limit) if work else ([], [])
+        until = math.inf if flags.seconds_limit is None else began + flags.seconds_limit
+        timed, lost = real.run_real(cases, out, Path(folder), dict(options.keys), flags.again, flags.tiny, until)
+    if work:
+        _write(out, results, failed, timed)
+    lines = real.table(timed) if not work else (*table(results, timed), *remarks(results), *real.remarks(timed))
+    for line in lines if results or timed else ():
         emit(line)
-    emit(f"written to {out / 'bench.json'}")
+    emit(f"written to {' and '.join(str(out / name) for name in _files(work, cases))}")
     wrong = any(not run["parity"]["equal"] for r in results for run in r["runs"] if run.get("parity"))
-    return 1 if failed or wrong else 0
+    return 1 if failed or wrong or lost else 0
 
 
-def _refuse_idle(flags: argparse.Namespace) -> None:
+def _chosen(flags: argparse.Namespace) -> tuple[list[Workload], list[RealCase]]:
+    """By name; all of both where none is given, whole commands alone with --real."""
+    names = _items(flags.only)
+    if flags.real or flags.calibrate:
+        return [], real_cases.chosen(names) if flags.real else []
+    of_cases = [name for name in names if name in real_cases.CASES]
+    others = [name for name in names if name not in of_cases]
+    work = chosen(others) if others or not names else []
+    return work, real_cases.chosen(of_cases) if of_cases or not names else []
+
+
+def _refuse_idle(flags: argparse.Namespace, work: bool, cases: bool) -> None:
     """Flags that the rest of the command gives no meaning to."""
-    for flag in OF_WORKLOADS if flags.real else OF_REAL:
-        given = getattr(flags, flag[2:].replace("-", "_"))
-        if given is not None and given is not False:  # 0 is given
-            what = "with --real, which times whole commands" if flags.real else "without --real"
-            raise ConfigError(
-                f"{flag} does nothing {what}",
-                where="erniekit bench",
-                fix="leave it out, or leave out --real" if flags.real else "leave it out, or add --real",
-            )
+    what = "with --real, which times whole commands" if flags.real else "where whole commands alone are timed"
+    without = "without --real" if not flags.calibrate else "with --calibrate"
+    for group, used, why, fix in (
+        (OF_WORKLOADS, work or not cases, what, "leave out --real" if flags.real else "name a workload: --only A1"),
+        (OF_COMMANDS, cases, without, "add --real, or name a whole command: --only sft"),
+    ):
+        for flag in () if used else group:
+            given = getattr(flags, flag[2:].replace("-", "_"))
+            if given is not None and given is not False:  # 0 is given
+                raise ConfigError(f"{flag} does nothing {why}", where="erniekit bench", fix=f"leave it out, or {fix}")
 
 
-def _list_real(only: str) -> int:
-    from erniekit.bench import real_cases
+def _warn_of_a_cpu(tiny: bool) -> None:
+    from erniekit.devices import pick
 
-    for case in real_cases.chosen(_items(only)):
-        aim = f"{case.aim:,.0f} real tokens/s on one H200" if case.aim else "-"
-        emit(f"{case.name:<10} {case.about}; aim: {aim}")
-    return 0
+    if not tiny and pick("auto").handle.type == "cpu":
+        warn("no accelerator here: a CPU may take hours for one of these; --tiny runs toy sizes in a minute")
 
 
-def _real(flags: argparse.Namespace, out: Path) -> int:
-    from erniekit.bench import real, real_cases
+def _about_workload(work: Workload) -> str:
+    return f"{work.name:<10} {work.about}; peers: {', '.join(work.possible) or '-'}"
 
-    more = _options(flags).keys
-    cases = [real_cases.cut(case, flags.layers or 0) for case in real_cases.chosen(_items(flags.only))]
-    cases = [real_cases.tiny(case) for case in cases] if flags.tiny else cases
-    if flags.steps is not None:
-        cases = [replace(case, steps=flags.steps) for case in cases]
-    with tempfile.TemporaryDirectory() as work:
-        real.check_keys(cases, Path(work), more)
-        OwnedFiles(out).claim("real.json", *map(real.log_name, cases))
-        results, failed = real.run_real(cases, out, Path(work), dict(more), flags.again, flags.tiny)
-    for line in real.table(results):
-        emit(line)
-    emit(f"written to {out / 'real.json'}")
-    return 1 if failed else 0
+
+def _about_case(case: RealCase) -> str:
+    aim = f"{case.aim:,.0f} real tokens/s on one H200" if case.aim else "-"
+    return f"{case.name:<10} {case.about}; aim: {aim}"
+
+
+def _as_measured(
+    cases: Sequence[RealCase], flags: argparse.Namespace, folder: Path, keys: Mapping[str, str]
+) -> list[RealCase]:
+    """As the flags have them, their keys checked before anything is measured."""
+    out = [real_cases.cut(case, flags.layers or 0) for case in cases]
+    out = [real_cases.tiny(case) for case in out] if flags.tiny else out
+    out = [replace(case, steps=flags.steps) for case in out] if flags.steps is not None else out
+    real.check_keys(out, folder, keys)
+    return out
+
+
+def _claim(out: Path, work: Sequence[Workload], cases: Sequence[RealCase]) -> None:
+    """The files that are replaced."""
+    of_work = [name for each in work for name in (f"{each.name}.json", f"{each.name}.profile.txt")]
+    OwnedFiles(out).claim(*_files(work, cases), *of_work, *map(real.log_name, cases))
+
+
+def _files(work: Sequence[Workload], cases: Sequence[RealCase]) -> list[str]:
+    return ["bench.json"] * bool(work) + ["real.json"] * bool(cases)
+
+
+def _write(
+    out: Path, results: Sequence[dict[str, Any]], failed: Sequence[str], commands: Sequence[dict[str, Any]] = ()
+) -> None:
+    whole = {"results": results, "failed": failed, "commands": commands}
+    (out / "bench.json").write_text(json.dumps(whole, indent=1))
 
 
 def _calibrate(out: Path, tiny: bool) -> int:
+    announce_work(f"rates of this device, to {out}")
     from erniekit.bench.calibrate import FILE, calibrated, lines
 
     OwnedFiles(out).claim(FILE)
@@ -146,7 +186,7 @@ def run_all(
     try:
         for number, group in enumerate(groups):
             left = None if seconds is None else seconds - (time.monotonic() - began)
-            if left is not None and left < LEAST:
+            if left is not None and left < real.LEAST:
                 names = [each.name for later in groups[number:] for each in later]
                 emit(f"time limit: {', '.join(names)} not begun")
                 failed += names
@@ -162,7 +202,7 @@ def run_all(
                 else:
                     results.append(result)
                     _show(result, out)
-            (out / "bench.json").write_text(json.dumps({"results": results, "failed": failed}, indent=1))
+            _write(out, results, failed)
     finally:
         if waiting is not None:
             waiting.end()

@@ -9,8 +9,8 @@ from erniekit.config import RunConfig
 from erniekit.data.types import Batch
 from erniekit.models.config import DecoderConfig
 from erniekit.models.costs import TokenCounts, adapters_met, step_flops
-from erniekit.models.layers.seeing import TOWER
-from erniekit.train.metrics import Looking
+from erniekit.models.layers.vision_language import TOWER
+from erniekit.train.metrics import VisionTraining
 
 
 def useful_flops(cfg: RunConfig, c: DecoderConfig, batch: Batch) -> float:
@@ -33,5 +33,5 @@ def _looking(cfg: RunConfig, c: DecoderConfig, batch: Batch) -> float:
     tower, resampler = (full and name not in frozen for name in ("freeze_vision", "freeze_resampler"))
     shown = batch.shown()
     if cfg.vision.vision_feature_cache == "on":  # no picture is looked at, whatever `batch` holds
-        shown = shown._replace(looked_patches=0, looked_features=0, squares=0)
-    return Looking(tower, resampler, adapted=cfg.lora.lora, kept=TOWER).flops(c, shown)
+        shown = shown._replace(encoded_patches=0, encoded_features=0, squares=0)
+    return VisionTraining(tower, resampler, adapted=cfg.lora.lora, kept=TOWER).flops(c, shown)

@@ -16,7 +16,7 @@ from erniekit.bench.recipe import run_keys
 from erniekit.bench.runner import Runner, StepNumbers, Task
 from erniekit.bench.weights import skewed_bias
 from erniekit.checkpoint.model_folder import ModelFolder
-from erniekit.config import RunConfig, load, refuse_later
+from erniekit.config import RunConfig, load, refuse_not_yet_supported
 from erniekit.data.types import Batch
 from erniekit.devices import pick
 from erniekit.parallel.world import open_world
@@ -47,7 +47,7 @@ def run_config(task: Task) -> RunConfig:
     options = task.options
     keys = run_keys(task.workload, task.folder, compute, options.keys, task.hardware.vendor, options.seed)
     cfg = load([f"{key}={value}" for key, value in keys.items()], "train")
-    refuse_later(cfg)
+    refuse_not_yet_supported(cfg)
     return cfg
 
 

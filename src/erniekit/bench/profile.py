@@ -33,7 +33,7 @@ AHEAD = 2.0  # seconds of steps before the recorded ones
 MOST_AHEAD = 100  # steps: the recorder's buffers hold what they launch
 LONG = 1.0  # seconds: of a step that takes longer, one is enough
 COLLECTIVE = "nccl"  # in the name of its kernels
-NOT_A_KERNEL = ("Activity Buffer Request", "Command Buffer Full")  # the recorder's own doings, booked on the device
+NOT_A_KERNEL = ("Activity Buffer Request", "Command Buffer Full")  # the recorder's own work, listed with the device's
 
 
 class KernelSpan(NamedTuple):
@@ -81,10 +81,6 @@ def spans_of(recorded: Any, device: Device) -> list[KernelSpan]:
     events = recorded.profiler.kineto_results.events()
     mine = (e for e in events if e.device_type() == kind and not e.is_user_annotation())
     return [KernelSpan(e.name(), e.start_ns(), e.duration_ns()) for e in mine if e.name() not in NOT_A_KERNEL]
-
-
-def kernels_of(recorded: Any, device: Device) -> dict[str, tuple[float, int]]:
-    return by_name(spans_of(recorded, device))
 
 
 def by_name(spans: list[KernelSpan]) -> dict[str, tuple[float, int]]:

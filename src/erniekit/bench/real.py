@@ -10,6 +10,7 @@ where a case has pictures, each row begins with one. What the command printed is
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
@@ -26,8 +27,8 @@ from typing import Any, TextIO
 import yaml
 
 from erniekit.bench.real_cases import RealCase
-from erniekit.bench.report import aligned, speed
-from erniekit.config import load, refuse_later
+from erniekit.bench.report import aligned, speed, target_line
+from erniekit.config import load, refuse_not_yet_supported
 from erniekit.config.flat import canonical
 from erniekit.errors import ConfigError, ErnieKitError
 from erniekit.log import emit
@@ -39,6 +40,7 @@ OUTPUT, PICTURES = "out", "pictures"  # folders beside the rows
 OURS = ("model_name_or_path", "train_dataset_path", "output_dir", "max_steps")  # what results are read from
 FIRST_TOKENS = 16  # of a prompt, where a row is one answer
 LAST_LINES = 8  # of a command that failed, on the screen
+LEAST = 20.0  # seconds: a case is not begun with less
 
 
 # --- files
@@ -146,7 +148,7 @@ def check_keys(cases: Sequence[RealCase], work: Path, more: Mapping[str, str]) -
         folder = work / case.name
         folder.mkdir(exist_ok=True)
         try:
-            refuse_later(load(_words(case, folder, more), "train"))
+            refuse_not_yet_supported(load(_words(case, folder, more), "train"))
         except ErnieKitError as error:
             error.where = f"{error.where or 'key=value'}, case {case.name} of erniekit bench --real"
             if case is not cases[0]:  # some take it
@@ -235,12 +237,16 @@ def rates(records: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     later = speeds[int(LOST * len(speeds)) :]
     tokens = sum(r["tokens_per_second"] * r["interval_runtime"] for r in records[1:])
     spent = sum(r["interval_runtime"] for r in records[1:])
+    last = records[-len(later) :]
     return {
         "tokens_per_s": statistics.median(later),
+        "trained_tokens_per_s": statistics.median(record.get("trained_tokens_per_second", 0.0) for record in last),
+        "step_ms": 1e3 * statistics.median(record["interval_runtime"] for record in last),
+        "peak_gib": records[-1].get("max_memory_allocated"),
         "all_steps_tokens_per_s": tokens / spent if spent else None,
         "steps": len(records),
         "mfu": records[-1].get("mfu"),
-        "data_wait": statistics.median(record.get("data_wait", 0.0) for record in records[-len(later) :]),
+        "data_wait": statistics.median(record.get("data_wait", 0.0) for record in last),
     }
 
 
@@ -265,6 +271,23 @@ def _row(result: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
+def remarks(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the table of workloads has no column for: seconds of the start and the end, and the aim."""
+    out = []
+    for result in results:
+        if "failed" in result:
+            out.append(f"{result['case']}: {result['why']}")
+            continue
+        firsts = ", then ".join(f"{run['first_step_s']:.1f}" for run in (*result["before"], result))
+        out.append(
+            f"{result['case']}: first line after {result['first_line_s']:.1f} s, first step after {firsts} s, "
+            f"{result['to_the_end_s']:.1f} s from the last step to the end"
+        )
+        if result["aim"]:
+            out.append(target_line(result["case"], result["aim"], "tokens", result["tokens_per_s"]))
+    return out
+
+
 def log_name(case: RealCase) -> str:
     return f"real-{case.name}.log"
 
@@ -278,15 +301,25 @@ def kept_results(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def run_real(
-    cases: Sequence[RealCase], out: Path, work: Path, more: Mapping[str, str], again: bool, tiny: bool = False
+    cases: Sequence[RealCase],
+    out: Path,
+    work: Path,
+    more: Mapping[str, str],
+    again: bool,
+    tiny: bool = False,
+    until: float = math.inf,
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Results in order, and whether one failed; after every case also in out/real.json, beside those of other cases
-    that were measured before. work: for models and rows; tiny: the cases are cut to toys."""
+    """Results in order, and whether one failed or was not begun; after every case also in out/real.json, beside those
+    of other cases that were measured before. work: for models and rows; tiny: the cases are cut to toys. until: by
+    the monotonic clock; no case is begun with less than LEAST seconds before it."""
     results: list[dict[str, Any]] = []
     kept = kept_results(out / "real.json")
-    for case in cases:
-        emit(f"{case.name}: {case.about}")
+    for number, case in enumerate(cases):
+        if until - time.monotonic() < LEAST:
+            emit(f"time limit: {', '.join(later.name for later in cases[number:])} not begun")
+            return results, True
         log = out / log_name(case)
+        emit(f"{case.name}: {case.about}; what it prints: {log}")
         result = measured(case, work / case.name, more, again, log)
         result |= {"when": time.strftime("%Y-%m-%d %H:%M"), "tiny": tiny, "keys": dict(more)}
         results.append(result)

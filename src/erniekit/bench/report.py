@@ -13,10 +13,13 @@ HEAD = (
     "same loss",
 )  # fmt: skip
 
+COMMAND = "erniekit train"  # in the place of a runner, where a whole command is timed
 
-def table(results: Sequence[dict[str, Any]]) -> list[str]:
-    """Markdown, aligned: it reads in a terminal and in a page."""
+
+def table(results: Sequence[dict[str, Any]], commands: Sequence[Mapping[str, Any]] = ()) -> list[str]:
+    """Markdown, aligned: it reads in a terminal and in a page. commands: results of whole ones, below the workloads."""
     body = [_row(result, run, k == 0) for result in results for k, run in enumerate(result["runs"])]
+    body += map(_command_row, commands)
     return aligned(HEAD, body, text_columns=(0, 1))
 
 
@@ -52,6 +55,24 @@ def _row(result: dict[str, Any], run: dict[str, Any], ours: bool) -> tuple[str, 
         f"{run['compile_s']:.1f}",
         f"{ratio:.2f}x" if ratio else "",
         same,
+    )
+
+
+def _command_row(result: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a whole command's own records know: no peer runs beside it, and no product is timed in its process."""
+    name = (str(result["case"]), COMMAND)
+    if "failed" in result:
+        return (*name, "failed", *("-" for _ in HEAD[3:]))
+    peak = result["peak_gib"]
+    return (
+        *name,
+        f"{result['step_ms']:.2f}",
+        speed(result),
+        f"{result['trained_tokens_per_s']:,.0f}",
+        _percent(result["mfu"]),
+        "-",
+        f"{peak:.1f}" if peak else "-",
+        *("-", "", ""),
     )
 
 
@@ -127,12 +148,14 @@ def _goals(name: str, result: dict[str, Any], ours: dict[str, Any]) -> list[str]
     out = []
     if result["target"]:
         rate = ours["pairs_per_s"] if result["unit"] == "pairs" else ours["tokens_per_s"]
-        share = rate / result["target"]
-        verdict = "reached" if share >= 1 else "short"
-        out.append(
-            f"{name}: target {result['target']:,.0f} {result['unit']}/s, {rate:,.1f}: {100 * share:.0f} %, {verdict}"
-        )
+        out.append(target_line(name, result["target"], result["unit"], rate))
     if result["limit_gib"] and ours.get("peak_gib"):
         fits = "within" if ours["peak_gib"] <= result["limit_gib"] else "ABOVE"
         out.append(f"{name}: peak {ours['peak_gib']:.1f} GiB, {fits} the limit of {result['limit_gib']:.0f}")
     return out
+
+
+def target_line(name: str, target: float, unit: str, rate: float) -> str:
+    share = rate / target
+    verdict = "reached" if share >= 1 else "short"
+    return f"{name}: target {target:,.0f} {unit}/s, {rate:,.1f}: {100 * share:.0f} %, {verdict}"

@@ -1,4 +1,4 @@
-"""Who runs when: ours and the peers take turns on one device, and each one's steps, memory and numbers are booked.
+"""Ours and the peers in turn on one device: the order of their runs, and what is recorded of steps, memory and numbers.
 
 Called by worker.py. Where all fit the card together all are built first and short turns alternate; else one is
 built, measured and freed before the next, ours first and once more at the end.
@@ -95,26 +95,26 @@ class Turns:
             else:
                 self.lanes.append(Lane(peer_class(name)(task)))
 
-    def run(self, booked: Callable[[], None] = lambda: None) -> None:
-        """booked: called whenever there are more results."""
+    def run(self, report: Callable[[], None] = lambda: None) -> None:
+        """report: called whenever there are more results."""
         if self.task.workload.together:
-            self._together(booked)
+            self._together(report)
         else:
-            self._apart(booked)
+            self._apart(report)
 
-    def _together(self, booked: Callable[[], None]) -> None:
+    def _together(self, report: Callable[[], None]) -> None:
         for lane in self.lanes:
             self._guarded(lane, self._start)
         for share in _shares(self.task.options.steps, ROUNDS):
             for lane in self.lanes:
                 self._guarded(lane, partial(self._timed, count=share))
-            booked()
+            report()
         if self.task.options.profile:
             self._guarded(self.lanes[0], self._profile)
         for lane in self.lanes:
             self._drop(lane)
 
-    def _apart(self, booked: Callable[[], None]) -> None:
+    def _apart(self, report: Callable[[], None]) -> None:
         steps, ours = self.task.options.steps, self.lanes[0]
         once, again = _shares(steps, ROUNDS) if len(self.lanes) > 1 else (steps, 0)
         for lane in self.lanes:
@@ -122,7 +122,7 @@ class Turns:
             if lane is ours and self.task.options.profile:
                 self._guarded(lane, self._profile)
             self._drop(lane)
-            booked()
+            report()
         if again and not self._late():
             self._guarded(ours, partial(self._timed, count=again))
             self._drop(ours)

@@ -18,7 +18,7 @@ LLAMA_13B = LLAMA_13B_LAYERS
 TINY: dict[str, Any] = dict(
     vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, head_dim=16
 )
-TINY_SEEING: dict[str, Any] = dict(
+TINY_VL: dict[str, Any] = dict(
     moe_num_experts=[8, 8], moe_k=2, moe_intermediate_size=[32, 16], moe_layer_end_index=[1, 1], freq_allocation=2,
     im_patch_id=10, image_start_token_id=11, image_end_token_id=12, video_start_token_id=13, video_end_token_id=14,
     video_token_id=15, vision_config=dict(depth=2, hidden_size=32, num_heads=2, mlp_ratio=2, patch_size=14),
@@ -31,7 +31,7 @@ ON_A_CARD = ("hf+compile", "hf+fa4", "hf+liger", "hf+liger+fp32")
 
 FULL = {"fine_tuning": "Full"}
 LORA = {"fine_tuning": "LoRA", "lora_rank": 32}
-SEEING = {**LORA, "stage": "VL-SFT", "freeze_config": "freeze_vision", "vision_feature_cache": "off"}
+VL_SFT = {**LORA, "stage": "VL-SFT", "freeze_config": "freeze_vision", "vision_feature_cache": "off"}
 WINT = {**LORA, "compute_type": "wint4/8"}
 IN_FP8 = {"frozen_products": "fp8"}
 EXACT = {"master_weights": "exact16", "optim_states": "8bit", "update_in_backward": True}
@@ -219,25 +219,25 @@ _ALL = (
     ),
     Workload(
         "V1", "VL-28B-A3B, LoRA, tower frozen, 8K of five documents, 61 % of it pictures of 1000 tokens", ERNIE_VL_28B,
-        Rows(1, _8K, pictures=5, picture=1000), SEEING, ("peft-vl",), together=False, limit_gib=95, target=18e3,
+        Rows(1, _8K, pictures=5, picture=1000), VL_SFT, ("peft-vl",), together=False, limit_gib=95, target=18e3,
     ),
     Workload(
         "V1-cached", "V1 with cached features of pictures seen before: 1.3 times V1's speed", ERNIE_VL_28B,
-        Rows(1, _8K, pictures=5, picture=1000), {**SEEING, "vision_feature_cache": "on"}, (), ("peft-vl",),
+        Rows(1, _8K, pictures=5, picture=1000), {**VL_SFT, "vision_feature_cache": "on"}, (), ("peft-vl",),
         together=False, limit_gib=95, target=1.3 * 18e3, note="features are in host memory; a run reads them from disk",
     ),
     Workload(
         "V1-input", "V1 with pictures in files, decoded while steps run: the share of time that steps wait for them",
-        ERNIE_VL_28B, Rows(1, _8K, pictures=5, picture=1000, in_files=True), SEEING, (), together=False, limit_gib=95,
+        ERNIE_VL_28B, Rows(1, _8K, pictures=5, picture=1000, in_files=True), VL_SFT, (), together=False, limit_gib=95,
         target=18e3,
     ),
     Workload(
         "V1-32k", "the same, 32K of twenty documents", ERNIE_VL_28B, Rows(1, _32K, pictures=20, picture=1000),
-        {**SEEING, **within(130)}, ("peft-vl",), recompute=True, together=False, limit_gib=130, target=11e3,
+        {**VL_SFT, **within(130)}, ("peft-vl",), recompute=True, together=False, limit_gib=130, target=11e3,
     ),
     Workload(
         "V1-text", "the same model, one document of 8K without a picture: 95 % of C1-85's speed", ERNIE_VL_28B,
-        Rows(1, _8K), SEEING, ("peft-vl",), together=False, limit_gib=95, target=0.95 * 24e3,
+        Rows(1, _8K), VL_SFT, ("peft-vl",), together=False, limit_gib=95, target=0.95 * 24e3,
     ),
 )  # fmt: skip
 WORKLOADS = {workload.name: workload for workload in _ALL}
@@ -263,7 +263,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 def tiny_model(model: Mapping[str, Any]) -> dict[str, Any]:
     """config.json of the same kind of model at a size a CPU trains."""
-    experts = TINY_SEEING if "vision_config" in model else TINY_EXPERTS if "moe_k" in model else {}
+    experts = TINY_VL if "vision_config" in model else TINY_EXPERTS if "moe_k" in model else {}
     groups = 4 if model["num_key_value_heads"] == model["num_attention_heads"] else 2
     small = {**model, **TINY, **experts, "num_key_value_heads": groups}
     if "vision_config" in model:

@@ -53,6 +53,7 @@ class CollectiveSaves:
         self.manager, self.world, self.sharding, self.group = manager, world, sharding, group
         self.after, self.timeout = after, timeout
         self.misses = 0  # saves that failed since the last good one; the same on all ranks
+        self.failed: list[tuple[int, str]] = []  # steps that were not saved, and why; whoever tells the user takes them
         self._copies, self._thread = HostCopies(device), AsyncSaver()
         self._outcome: dict[str, Any] = {}  # of the last save, as this rank saw it
         self._fault: BaseException | None = None  # what was no failed save but an error of ours, or a Ctrl-C
@@ -207,6 +208,7 @@ class CollectiveSaves:
                 warn(f"{outcome['name']} is saved but was not copied: {outcome['not_copied']}")
             return self.manager.output_dir / outcome["name"]
         self.misses += 1
+        self.failed.append((self._closed[0], outcome["what"]))
         if final or fault or self.misses >= self.manager.max_misses:
             raise CheckpointError(**outcome)
         warn(f"CHECKPOINT NOT SAVED: {outcome['what']} ({self.misses} of {self.manager.max_misses} in a row)")

@@ -37,7 +37,7 @@ def publish_model(checkpoint: Path, output: Path, progress: Callable[[], None] =
         for name, record in records.items():
             _copy(checkpoint / name, output / f".new-{name}", progress)
             mtime = (output / f".new-{name}").stat().st_mtime_ns
-            contents[name] = Content(record.size, record.sha256, mtime)
+            contents[name] = Content(record.size, record.sha256, mtime, record.sample)
         owned.claim_content(contents, USE)
         for name in records:  # all at once, as far as a disk can: a kill in between leaves run.json unfinished
             writer.ops.rename(output / f".new-{name}", output / name)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 # WAIT: keep-alive. WRITE: write your part of the tensors named in n bytes of JSON into a file of your own. SEE: report
 # whether you see that folder. FILES: write the model's files that are yours.
 _SEND, _END, _WAIT, _WRITE, _SEE, _FILES = 1, 2, 3, 4, 5, 6
+ONE_FILE = 256 << 20  # bytes of a model that one rank writes: it takes a fraction of a second
 WAIT_S = 1.0  # between two keep-alive messages, more with very many ranks: well below any hang limit
 
 Local = Callable[[str], torch.Tensor | None]
@@ -129,12 +130,12 @@ class Exchange:
 
     def write_files(self, suffix: str, folder: Path, stem: str) -> FilePlan | None:
         """Every rank at once writes some of the model's files, whole tensors in the layout of `model`. None: there is
-        one rank, the model fits one file, or not all see the folder."""
+        one rank, the model is small, or not all see the folder."""
         order = {"folder": str(folder), "stem": stem, "suffix": suffix}
         if self.model is None or not self._others:
             return None
         plan = self._plan(suffix, stem)
-        if plan.bytes <= self.model.limit:
+        if plan.bytes <= min(self.model.limit, ONE_FILE):
             return None
         if any("absent" in reply for reply in self._together(_SEE, order)):
             return None

@@ -8,19 +8,17 @@ import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from erniekit.checkpoint import manifest, writer
 from erniekit.checkpoint.lock import RunLock
-from erniekit.checkpoint.manifest import Damaged, Depth, NoManifest, has_manifest, is_folder, unreadable
+from erniekit.checkpoint.manifest import Damaged, NoManifest, Verify, depth_of, has_manifest, is_folder, unreadable
 from erniekit.checkpoint.writer import AsyncSaver, Write
 from erniekit.errors import CheckpointError
 from erniekit.files.listed import Listed
 from erniekit.log import warn, warn_once
 from erniekit.printable import counted
 
-Verify = Literal["auto", "full", "size"]
-_FULL_BELOW = 20_000_000_000  # bytes; above, "auto" reads samples: a start should not take minutes
 TIMED = "timed"  # in a manifest's info: saved because time had passed (save_minutes), on no schedule
 _NAME = re.compile(r"checkpoint-(0|[1-9]\d*)")
 
@@ -163,11 +161,7 @@ class CheckpointManager:
 
     def verify(self, path: Path, mode: Verify | None = None) -> None:
         """Raises CheckpointError naming the file that is not what was saved."""
-        mode = mode or self.verify_mode
-        depth: Depth = "size" if mode == "size" else "full"
-        if mode == "auto" and manifest.load(path).total_bytes >= _FULL_BELOW:
-            depth = "sample"
-        manifest.check(path, depth)
+        manifest.check(path, depth_of(mode or self.verify_mode, manifest.load(path).total_bytes))
         listed = Listed(path)
         for name in listed.added():  # readers ignore it; the user gets a warning
             listed.allows(name)

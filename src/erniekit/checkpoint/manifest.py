@@ -1,5 +1,5 @@
 """MANIFEST.json: size and sha256 of every file of a published folder, and the check of a folder against it.
-Written last by writer.py; read by manager.py, and where a checkpoint's `info` is needed."""
+Written last by writer.py; read by manager.py, published.py, and where a checkpoint's `info` is needed."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from erniekit.errors import CheckpointError
 MANIFEST = "MANIFEST.json"
 FORMAT = 1
 Depth = Literal["size", "sample", "full"]
+Verify = Literal["auto", "full", "size"]  # the key of that name
 
+_FULL_BELOW = 20_000_000_000  # bytes; above, "auto" reads samples: a start should not take minutes
 _READ = 1 << 20  # bytes per read while hashing
-_SAMPLED_ABOVE = 64 << 20  # bytes; smaller files are hashed in full even by a sampled check
+SAMPLED_ABOVE = 64 << 20  # bytes; smaller files are hashed in full even by a sampled check
 _SAMPLE_BLOCKS, _SAMPLE_BLOCK = 64, 64 << 10
 _PERMISSIONS = "check the permissions of the file and its folders, then run the same command again"
 _TRY_AGAIN = "run the same command again; if it stays so, check the disk (dmesg), the mount and `ulimit -n`"
@@ -175,6 +177,13 @@ def load(folder: Path) -> Manifest:
         raise Damaged(f"{MANIFEST} {error}", where=str(path)) from None
 
 
+def depth_of(mode: Verify, size: int) -> Depth:
+    """How closely files of `size` bytes in all are looked at."""
+    if mode == "auto":
+        return "full" if size < _FULL_BELOW else "sample"
+    return mode
+
+
 def check(
     folder: Path,
     depth: Depth = "full",
@@ -201,7 +210,7 @@ def check(
     if depth != "size":
         for name, record in manifest.files.items():
             if only(name) and content_of(name):
-                _check_content(folder / name, name, record, depth)
+                check_content(folder / name, name, record, depth)
     return manifest
 
 
@@ -220,7 +229,7 @@ def measure(path: Path) -> FileRecord:
 
 def sample(path: Path, size: int) -> str:
     """Digest of 64 blocks of 64 KiB from the first byte to the last; "" for files hashed in full anyway."""
-    if size <= _SAMPLED_ABOVE:
+    if size <= SAMPLED_ABOVE:
         return ""
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
@@ -230,7 +239,7 @@ def sample(path: Path, size: int) -> str:
     return digest.hexdigest()
 
 
-def _check_content(path: Path, name: str, record: FileRecord, depth: Depth) -> None:
+def check_content(path: Path, name: str, record: FileRecord, depth: Depth) -> None:
     try:
         if depth == "sample" and record.sample:
             same = sample(path, record.size) == record.sample

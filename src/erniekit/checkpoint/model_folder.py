@@ -16,8 +16,9 @@ from torch import nn
 
 from erniekit import heartbeat
 from erniekit.checkpoint.fp8_static import install_scales
-from erniekit.checkpoint.manifest import MANIFEST, unreadable
+from erniekit.checkpoint.manifest import MANIFEST, Verify, unreadable
 from erniekit.checkpoint.model_sizes import check_sizes
+from erniekit.checkpoint.published import check_published
 from erniekit.checkpoint.quantised import KEY as QUANTISED
 from erniekit.checkpoint.quantised import QuantisedFiles, logical_files, stored_weights
 from erniekit.checkpoint.safe import check_safetensors
@@ -27,9 +28,9 @@ from erniekit.files import read_object, refuse_special
 from erniekit.files.json_file import MAX_BYTES
 from erniekit.files.listed import Listed
 from erniekit.log import warn_once
+from erniekit.model_contract import packed_layers
 from erniekit.models import find, score_head
 from erniekit.models.config import DecoderConfig
-from erniekit.models.layers.linear import packed_layers
 from erniekit.models.names import Entry
 from erniekit.models.spec import ModelSpec
 from erniekit.parallel.sharding import Box
@@ -59,7 +60,8 @@ class ModelFolder:
 
     weights=False: a folder that need hold no more than config.json and a tokenizer, for a model from scratch.
     changes: values that replace those of config.json. head: a score head in the place of the files' own, where they
-    have one: an adapter's. A quantised folder reads as the plain weights it stands for.
+    have one: an adapter's. verify, probed: see `check_published`. A quantised folder
+    reads as the plain weights it stands for.
     """
 
     def __init__(
@@ -68,8 +70,11 @@ class ModelFolder:
         weights: bool = True,
         changes: Mapping[str, Any] | None = None,
         head: torch.Tensor | None = None,
+        verify: Verify = "auto",
+        probed: bool = False,
     ) -> None:
-        self.path, self.head = path, head
+        self.path, self.head, self.verify = path, head, verify
+        self.compared = not weights or check_published(path, verify, probed)  # every byte, where digests are recorded
         if not Listed(path).allows("config.json"):
             raise CheckpointError(f"{MANIFEST} lists no config.json", where=str(path), fix="move the added file away")
         self.config_json = {**read_json(path / "config.json"), **(changes or {})}

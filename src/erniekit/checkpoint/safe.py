@@ -14,6 +14,7 @@ from erniekit.checkpoint.manifest import unreadable
 from erniekit.errors import CheckpointError
 from erniekit.files import refuse_special
 from erniekit.files.json_file import MAX_BYTES, read_value
+from erniekit.files.lfs_pointer import refuse_pointer
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".pdparams", ".pdopt", ".pdstates")
 _MAX_HEADER = 32 << 20  # bytes: some 200,000 tensors in one file; larger ones take seconds and gigabytes to parse
@@ -48,6 +49,7 @@ def check_safetensors(path: Path) -> SafetensorsHeader:
     except OSError as error:
         raise unreadable(path, error) from error
     except (ValueError, RecursionError) as error:
+        refuse_pointer(path)
         raise CheckpointError(
             f"{path.name} is not a valid safetensors file: {error}",
             where=str(path),

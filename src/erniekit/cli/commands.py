@@ -60,7 +60,7 @@ COMMANDS: dict[str, Command] = {
         ),
     ),
     "doctor": Command(
-        "erniekit.recipes.doctor:doctor_command",
+        "erniekit.recipes.doctor_command:doctor_command",
         "train",
         "check this machine's devices, or a recipe before training: labels, leaks, gradients, disk",
         ("erniekit doctor [RECIPE.yaml] [key=value ...]   without a recipe: probe this machine's devices",),
@@ -160,8 +160,9 @@ COMMANDS: dict[str, Command] = {
         "training speed on this machine, next to other trainers",
         (
             "erniekit bench [--only A1,C1] [--peers hf,unsloth | --peers none] [key=value ...]",
-            "  --list             the workloads; with --real its cases",
-            "  --real             whole `erniekit train` commands, timed from outside; --only sft,lora,vl-lora",
+            "  --list             the workloads and the whole commands",
+            "  --only NAMES       some of both: --only A1,sft",
+            "  --real             whole `erniekit train` commands alone, timed from outside; --only sft,lora,vl-lora",
             "                     --again runs each twice: caches are warm; --layers N cuts models with experts",
             "  --calibrate        rates of this device for `erniekit plan --calibration`, instead of workloads",
             "  --output_dir DIR   where bench.json and a file for each workload go (bench)",
@@ -196,7 +197,7 @@ COMMANDS: dict[str, Command] = {
         ),
     ),
     "quantize": Command(
-        "erniekit.recipes.quantize:quantize_command",
+        "erniekit.recipes.run:quantize_command",
         "use",
         "quantise a finished model to 4 or 8 bits, calibrated on your rows, with an accuracy report",
         (
@@ -220,7 +221,7 @@ COMMANDS: dict[str, Command] = {
         ),
     ),
     "split": Command(
-        "erniekit.export.split:split_command",
+        "erniekit.recipes.run:split_command",
         "use",
         "split a model's weights into files of a given size",
         ("erniekit split OUTPUT_DIR --max_shard_size 5",),

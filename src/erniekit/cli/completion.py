@@ -94,7 +94,7 @@ def _flags(name: str) -> Iterator[Candidate]:
     if name not in KEYLESS:
         from erniekit.config.flat import KEYS
 
-        keys = {f"--{k.name}": k.help for k in KEYS.values() if not k.later}
+        keys = {f"--{k.name}": k.help for k in KEYS.values() if not k.not_yet}
     yield from ((flag, "") for flag in (*used, "--help") if flag not in keys)
     yield from keys.items()
 
@@ -106,7 +106,7 @@ def _keys(name: str, last: str) -> Iterator[Candidate]:
     from erniekit.config.flat import KEYS
 
     shown = COMMANDS[name].keys or tuple(k.name for k in KEYS.values() if k.basic)
-    yield from ((f"{k.name}=", k.help) for k in KEYS.values() if not k.later and (last or k.name in shown))
+    yield from ((f"{k.name}=", k.help) for k in KEYS.values() if not k.not_yet and (last or k.name in shown))
 
 
 def _takes_value(name: str) -> bool:

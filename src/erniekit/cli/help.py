@@ -87,7 +87,7 @@ def _table(keys: Iterable[Key], whole: bool = False) -> list[str]:
         label = k.section if k.section != section else ""
         section = k.section
         start = f"{label:<11}{k.name:<28} {_default(k):<12} "
-        about = ("(later) " if k.later else "") + k.help
+        about = ("(later) " if k.not_yet else "") + k.help
         if whole:
             out += textwrap.wrap(about, WIDTH, initial_indent=start, subsequent_indent=" " * len(start))
         else:
@@ -153,6 +153,6 @@ def _of_key(topic: str) -> list[str]:
         out.append(f"  also     {', '.join(also)}")
     for value, why in k.idle.items():
         out.append(f"  {value}: without effect; {why}")
-    if k.later:
-        out.append(f"  later    read by {k.later}, which this version does not have")
+    if k.not_yet:
+        out.append(f"  later    read by {k.not_yet}, which this version does not have")
     return [*out, f"  write    {name}: VALUE in a file, --{name} VALUE, {name}=VALUE"]

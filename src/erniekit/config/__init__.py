@@ -1,6 +1,6 @@
 """The run's configuration: flat ERNIEKit keys in, one frozen RunConfig out. No torch, no numpy in here.
 
-Every command calls `load`; the recipes then call `need` and `refuse_later` before they start any work.
+Every command calls `load`; the recipes then call `need` and `refuse_not_yet_supported` before they start any work.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from erniekit.config.flat import DEFAULTS, KEYS
-from erniekit.config.not_yet_supported import NotYetSupported, not_yet_supported, refuse_later
+from erniekit.config.not_yet_supported import NotYetSupported, not_yet_supported, refuse_not_yet_supported
 from erniekit.config.note import Note
 from erniekit.config.paddleformers import RENAMED
 from erniekit.config.world import accumulation_for, for_world
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "IgnoredKey", "NotYetSupported", "Note", "RunConfig", "accumulation_for", "for_world", "load", "need",
-    "not_yet_supported", "refuse_later",
+    "not_yet_supported", "refuse_not_yet_supported",
 ]  # fmt: skip
 
 

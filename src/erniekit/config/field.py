@@ -36,12 +36,13 @@ class Key:
     commas: bool = False  # text becomes a list at commas only, so that its items may hold spaces (paths)
     basic: bool = False  # shown by the short help
     fixed: bool = False  # must not change when a run resumes: it decides what the next step does
-    later: str = ""  # the capability that will read it; empty when it is read today
+    not_yet: str = ""  # the capability that will read it; empty when it is read today
     secret: bool = False  # never printed or stored
     path: PathKind = ""  # how its value names files; the web page keeps all of them inside its folders
     idle: Mapping[str, str] = field(default_factory=dict)  # values of it that change nothing here -> why
     elsewhere: Callable[[str], str | None] | None = None  # a value it does not take -> what to write instead
     example: str = ""  # a value that an error proposes; the default if it is a good one
+    names: tuple[str, ...] = ()  # of a list of name=value: behind its flag also where such a name is a key
 
     @property
     def is_list(self) -> bool:
@@ -65,18 +66,19 @@ def key(
     commas: bool = False,
     basic: bool = False,
     fixed: bool = False,
-    later: str = "",
+    not_yet: str = "",
     secret: bool = False,
     path: PathKind = "",
     idle: Mapping[str, str] | None = None,
     elsewhere: Callable[[str], str | None] | None = None,
     example: str = "",
+    names: tuple[str, ...] = (),
 ) -> Any:
     idle = idle or {}
     facts = dict(
         help=help, also=also, choices=(*choices, *idle), further=further, low=low, high=high, commas=commas,
-        basic=basic, fixed=fixed, later=later, secret=secret, path=path, idle=idle, elsewhere=elsewhere,
-        example=example,
+        basic=basic, fixed=fixed, not_yet=not_yet, secret=secret, path=path, idle=idle, elsewhere=elsewhere,
+        example=example, names=names,
     )  # fmt: skip
     return field(default=default, metadata=facts)
 

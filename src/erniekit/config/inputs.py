@@ -1,4 +1,5 @@
-"""What a run reads, by key: the folders and files its output must stay clear of. For recipes/, cli/ and the page."""
+"""What a run reads, by key: the folders and files its output must stay clear of. Called by
+recipes/output_folder.py and webui/forms.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`mix_schedule`: which shares the files of a mixture have from which step on. For rules and recipes/datasets.py.
+"""`mix_schedule`: which shares the files of a mixture have from which step on. Used by rules/order.py and
+sections/data.py.
 
 Written as step=share/share/..., a share for each file: 500=0.5/0.5,2000=0.2/0.8.
 """

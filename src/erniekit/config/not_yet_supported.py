@@ -1,6 +1,7 @@
 """Keys and values not supported yet: accepted in every recipe, refused by name when it is run.
 
-`not_yet_supported(cfg)` lists what a run would need; the recipes call `refuse_later(cfg)` before they start any work.
+`not_yet_supported(cfg)` lists what a run would need; the recipes call `refuse_not_yet_supported(cfg)` before they start
+any work.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from erniekit.config.note import shown
-from erniekit.errors import LaterError
+from erniekit.errors import NotYetSupportedError
 from erniekit.weight_kinds import SERVED
 
 if TYPE_CHECKING:
@@ -141,12 +142,12 @@ def not_yet_supported(cfg: RunConfig, command: str | None = None) -> list[NotYet
     return sorted(found, key=lambda item: not item.stops)
 
 
-def refuse_later(cfg: RunConfig, command: str | None = None) -> None:
-    """Stop with a LaterError that names everything this run would need; return when it needs nothing."""
+def refuse_not_yet_supported(cfg: RunConfig, command: str | None = None) -> None:
+    """Stop with a NotYetSupportedError that names everything this run would need; return when it needs nothing."""
     stops = [item for item in not_yet_supported(cfg, command) if item.stops]
     if stops:
         names = list(dict.fromkeys(item.what for item in stops))
-        raise LaterError(
+        raise NotYetSupportedError(
             f"not in this version: {', '.join(names)}",
             where=", ".join(f"{i.key}={shown(i.value)} ({os.path.basename(i.origin)})" for i in stops),
             fix="; ".join(f"{i.key}: {i.today}" for i in stops),

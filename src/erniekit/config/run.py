@@ -111,6 +111,11 @@ class RunConfig:
         """Whether the user set it, rather than a default or a rule."""
         return self.origin(name) not in ("default", "derived")
 
+    @property
+    def compute_type_given(self) -> bool:
+        """Whether the user chose it: by its own name, or as bf16 of the script form."""
+        return self.given("compute_type") or (self["compute_type"] in ("bf16", "fp32") and self.given("bf16"))
+
     def typed(self, name: str) -> bool:
         """Whether it was given on the command line or as an argument, rather than by a recipe."""
         return self.given(name) and self.origin(name).rpartition(":")[0] not in self.files

@@ -55,7 +55,7 @@ def _of_key(k: Key) -> Schema:
     kinds = _list(k) if k.is_list else _value(k)
     if k.optional or k.is_list:
         kinds = [*kinds, {"type": "null"}, {"enum": list(NOTHING)}]
-    about = k.help if not k.later else f"{k.help} (read by a later version)"
+    about = k.help if not k.not_yet else f"{k.help} (read by a later version)"
     out: Schema = {"title": f"{k.name} ({k.section})", "description": about, "anyOf": _merged(kinds)}
     if k.default not in (None, ()):
         out["default"] = list(k.default) if isinstance(k.default, tuple) else k.default

@@ -71,6 +71,8 @@ class Sources:
                 value = parse_value(value, origin) if isinstance(value, str) else value
                 for part in reversed(inner.split(".")):
                     value = {part: value}
+            if name == "output_dir" and not in_file and isinstance(value, str) and not value.strip():
+                raise _empty(written, origin)
             value = convert(KEYS[name], value, origin)
             if isinstance(value, dict) and name in self.given:  # a later argument changes some of it
                 value = _merged(self.given[name].value or {}, value)
@@ -192,6 +194,10 @@ def _is_assignment(argument: str) -> bool:
     return bool(equals) and left.replace(".", "_").replace("-", "_").isidentifier()
 
 
+def _names_a_key(assignment: str) -> bool:
+    return is_known(assignment.partition("=")[0])
+
+
 def _take(arguments: list[str], at: int, name: str) -> tuple[Any, int]:
     """The value of flag `name` whose words start at `at`, and where the next thing starts."""
     k = KEYS.get(canonical(name))
@@ -202,8 +208,14 @@ def _take(arguments: list[str], at: int, name: str) -> tuple[Any, int]:
         return True, at
     if k is None or k.is_list:  # a list, or a key without effect: all values up to the next flag, key or recipe
         own = k is not None and k.name in OWN_FILES
+        names = k.names if k is not None else ()
+        # name=DIR may be what a list holds: at its beginning, where no key has that name, and after such a one.
+        pairs = k is not None and follows is not None and _is_assignment(follows) and not _names_a_key(follows)
         end = at
-        while end < len(arguments) and not (arguments[end].startswith("--") or _is_assignment(arguments[end])):
+        while end < len(arguments) and not arguments[end].startswith("--"):
+            named = arguments[end].partition("=")[0] in names
+            if _is_assignment(arguments[end]) and not named and (not pairs or _names_a_key(arguments[end])):
+                break
             if arguments[end].endswith(YAML) and not (own and end == at):
                 break
             end += 1
@@ -211,6 +223,9 @@ def _take(arguments: list[str], at: int, name: str) -> tuple[Any, int]:
             return ",".join(arguments[at:end]) or True, end
     elif follows is not None and not follows.startswith("--"):
         return follows, at + 1
+    if k.path == "named" and follows is not None and _is_assignment(follows):
+        fix = f"{follows.partition('=')[0]} is a key, too: --{name}={follows} gives it to --{name}"
+        raise ConfigError(f"--{name} needs a value", where=f"flag --{name}", fix=fix)
     raise ConfigError(f"--{name} needs a value", where=f"flag --{name}", fix=k.help)
 
 
@@ -250,6 +265,12 @@ def _two_meanings(name: str, argument: str, before: Given) -> ConfigError:
         where=f"command line and {before.origin}" if before.origin != BARE else "command line",
         fix=fix.get(name, f"give all of them behind {name}, or none"),
     )
+
+
+def _empty(name: str, origin: str) -> ConfigError:
+    """Results would go to ./output, which a user whose shell variable is not set does not expect."""
+    fix = f"name the folder: {name}=DIR; if a shell variable was to name it, it is not set"
+    return ConfigError(f"the value of {name} is empty", where=origin, fix=fix)
 
 
 def _unknown_keys(unknown: list[tuple[str, str]]) -> ConfigError:

@@ -2,7 +2,8 @@
 
 A token's noise depends on the run's seed, the number of its pack and its place in it, and on nothing else: a resumed
 run and every layout draw the same. Its size is alpha / sqrt(length x hidden size), of the token's own document: padding
-and other documents of the pack do not count. For data/loader.py; kernels/embedding_noise.py draws.
+and other documents of the pack do not count. Made by recipes/datasets.py; loader.py calls it, and
+kernels/embedding_noise.py draws.
 """
 
 from __future__ import annotations

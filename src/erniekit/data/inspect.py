@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from erniekit.data.assemble import Assembled
-from erniekit.data.formats import FORMATS, Detected, Raw
+from erniekit.data.formats import FORMATS, Detected, Raw, no_rows
 from erniekit.data.formats.columns import Columns, as_columns
 from erniekit.data.formats.files import file_encoding
 from erniekit.data.preference import Preference
@@ -132,7 +132,7 @@ def _check(path: str, given: argparse.Namespace, tokenizer: Tokenizer | None) ->
         if isinstance(last, Preference):
             pairs.add(line, last)
     if not total:
-        raise DataError("dataset holds no rows", where=path)
+        raise no_rows(path)
     bad = sum(kinds.values())
     what = counted(examples, found.noun)
     emit(f"{path}: {paint(found.format, 'bold')} ({found.why})")

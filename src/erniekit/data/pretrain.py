@@ -25,7 +25,7 @@ from erniekit.data.index import BAD, index_text
 from erniekit.data.index_files import is_intact, is_published, published_names
 from erniekit.data.mmap_files import SUFFIXES, TokenFiles, find, narrowest, open_files
 from erniekit.data.pack import Members
-from erniekit.data.report import DataReport, short
+from erniekit.data.report import BadRowsFile, DataReport, short
 from erniekit.data.text_job import TextJob
 from erniekit.data.token_cache import cores, digest_of
 from erniekit.data.tokenizer import Tokenizer
@@ -185,9 +185,9 @@ class PretrainData:
     def lines(self) -> list[str]:
         out = []
         for source, share in zip(self.sources, self.shares):
-            text = (
-                f"{counted(len(source.part), 'document')}, {short(source.tokens)} tokens, {counted(source.rows, 'row')}"
-            )
+            have, of_all = len(source.part), source.files.num_documents
+            documents = counted(have, "document") if have == of_all else f"{have:,} of {of_all:,} documents (split)"
+            text = f"{documents}, {short(source.tokens)} tokens, {counted(source.rows, 'row')}"
             passes = float(share) * len(self) / source.rows
             blended = f", {float(share):.1%} of the rows ({passes:.2f} passes an epoch)" if len(self.shares) > 1 else ""
             out.append(f"{source.files.name}: {text}{blended}")
@@ -288,7 +288,7 @@ def index_online(
     cache_dir: str | Path | None = None,
     num_proc: int | None = None,
     max_bad_fraction: float = 0.001,
-    bad_rows_path: str | Path | None = None,
+    bad_rows_path: str | Path | BadRowsFile | None = None,
 ) -> tuple[list[TokenFiles], list[DataReport]]:
     """Text files as they are: each is indexed into the cache once per content and tokenizer, documents ended by eos."""
     job = TextJob(tokenizer, json_key, True, narrowest(tokenizer.vocab_size))
@@ -309,9 +309,11 @@ def index_online(
             identity=content,
         )
         listed = Path(f"{made.prefix}_{BAD}")
-        if bad_rows_path:
-            listed = _list_bad_rows(listed, str(path), Path(bad_rows_path), append=bool(reports))
-        made.report.check(max_bad_fraction, listed)
+        if isinstance(named := bad_rows_path, str | Path):
+            named = BadRowsFile(Path(named), is_written=True)
+        if named and named.is_written:
+            _list_bad_rows(listed, str(path), named.path, append=bool(reports))
+        made.report.check(max_bad_fraction, named.path if named else listed)
         made.report.from_cache, made.report.content = not made.fresh, content
         reports.append(made.report)
         corpora.append(replace(open_files(made.prefix), name=str(path)))
@@ -328,7 +330,7 @@ def _remove_damaged(prefix: Path) -> None:
             sealed.clear(prefix.parent, published_names(prefix))
 
 
-def _list_bad_rows(stored: Path, path: str, to: Path, append: bool) -> Path:
+def _list_bad_rows(stored: Path, path: str, to: Path, append: bool) -> None:
     """All of a run's files in one list; no list where nothing is bad."""
     if not append:
         OwnedFiles(to.parent).remove(to.name)
@@ -338,4 +340,3 @@ def _list_bad_rows(stored: Path, path: str, to: Path, append: bool) -> Path:
             for row in rows:
                 out.write(json.dumps(json.loads(row) | {"file": path}, ensure_ascii=False) + "\n")
         settle(to)
-    return to

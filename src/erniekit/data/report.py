@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,13 @@ SHOWN_LINES = 5  # of repeated and near-empty rows
 FAULT = "error"  # the kind of a bad row that our own code failed on
 SHOWN_FIELDS = 12  # named in the line on fields that are not used
 _BARS = " ▁▂▃▄▅▆▇█"
+
+
+class BadRowsFile(NamedTuple):
+    """Where the bad rows of a run are listed, for a rank that may only name it: one writes it for all."""
+
+    path: Path
+    is_written: bool
 
 
 @dataclass

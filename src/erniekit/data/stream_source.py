@@ -12,7 +12,7 @@ import json
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from threading import RLock
@@ -79,6 +79,10 @@ class StreamSource:
         self._chunks: Iterator[tuple[int, Rows, TokeniseJob, RowPlace | None] | int] | None = None
         self._reading = RLock()
         self._report: tuple[tuple[int, bool], DataReport] | None = None
+
+    def fingerprint_under(self, rules: Mapping[str, Any]) -> str:
+        """As TokenSource's; the rules are not known apart from the rest."""
+        return self.fingerprint
 
     @property
     def path(self) -> str:

@@ -1,6 +1,7 @@
 """Render conversations with the model's own chat template and cut them into turns of token ids.
 
-Called by assemble.py (training), by chat and the server (`prompt_ids`), and by doctor, which compares the two.
+Called by assemble.py (training), by chat and the server (`prompt_ids`), and by recipes/served_prompts.py, which
+compares the two.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -24,7 +24,7 @@ from erniekit.data.formats import FORMATS, PREFERENCE_FORMATS, check_columns, de
 from erniekit.data.formats.columns import Columns
 from erniekit.data.preference import PairRules, PairSample
 from erniekit.data.processes import started
-from erniekit.data.report import FAULT, DataReport
+from erniekit.data.report import FAULT, BadRowsFile, DataReport
 from erniekit.data.storage import as_place, located
 from erniekit.data.thinking import Thinking
 from erniekit.data.tokenise import BAD_ROWS, FORMS, IDS, LABELS, OFFSETS, PAIR_PARTS, ROWS, TokeniseJob, tokenise_file
@@ -43,6 +43,7 @@ class TokenSource:
     """Samples of one file, read by position: what is resident does not grow with the file or with use."""
 
     _path = ""
+    _job: TokeniseJob | None = None
     patches: np.ndarray | None = None  # of each sample's pictures, where it has some
 
     def __init__(self, folder: Path, report: DataReport) -> None:
@@ -61,6 +62,12 @@ class TokenSource:
     def fingerprint(self) -> str:
         """Of the content, and of all that turns it into samples."""
         return self.folder.name
+
+    def fingerprint_under(self, rules: Mapping[str, Any]) -> str:
+        """What it would be with other values of its job's fields; as it is where they are not known."""
+        if not rules or self._job is None:
+            return self.fingerprint
+        return cache_key(replace(self._job, **rules), self.report.content)
 
     def __len__(self) -> int:
         return self.report.samples
@@ -136,7 +143,7 @@ def open_source(
     cache_dir: str | Path | None = None,
     num_proc: int | None = None,
     max_bad_fraction: float = 0.001,
-    bad_rows_path: str | Path | None = None,
+    bad_rows_path: str | Path | BadRowsFile | None = None,
     append_bad_rows: bool = False,
 ) -> TokenSource:
     """Tokenise `path`, or find it done. With `rules.pairs` its rows are preferences, and the result is a PairSource;
@@ -146,7 +153,7 @@ def open_source(
     kind = row_kind(path, format, rules)
     job = _job(kind, path, tokenizer, rules)
     source = kind.source(*tokenised(job, cache_dir, num_proc, max_bad_fraction, bad_rows_path, append_bad_rows))
-    source._path = str(path)
+    source._path, source._job = str(path), job
     return source
 
 
@@ -179,7 +186,7 @@ def tokenised(
     cache_dir: str | Path | None,
     num_proc: int | None,
     max_bad_fraction: float,
-    bad_rows_path: str | Path | None,
+    bad_rows_path: str | Path | BadRowsFile | None,
     append_bad_rows: bool,
 ) -> tuple[Path, DataReport]:
     """The cache folder of a job, filled now or found whole, and its report, within the bound on bad rows."""
@@ -189,10 +196,11 @@ def tokenised(
     if report is None:
         report = _build(folder, job, num_proc or cores(), lines)
     report.content = content
-    listed = Path(bad_rows_path or folder / BAD_ROWS)
-    if bad_rows_path:
-        _list_bad_rows(folder, report, listed, append_bad_rows)
-    report.check(max_bad_fraction, listed)
+    if not isinstance(bad_rows_path, BadRowsFile):
+        bad_rows_path = BadRowsFile(Path(bad_rows_path or folder / BAD_ROWS), is_written=bool(bad_rows_path))
+    if bad_rows_path.is_written:
+        _list_bad_rows(folder, report, bad_rows_path.path, append_bad_rows)
+    report.check(max_bad_fraction, bad_rows_path.path)
     return folder, report
 
 

@@ -162,16 +162,16 @@ class Vision(NamedTuple):
     unseen: tuple[Unseen, ...] = ()  # whose features are still to be put into their rows of `patches`
 
 
-class Shown(NamedTuple):
-    """How much of pictures a micro-batch holds; sums of these are of a step. looked: those whose pixels are here, and
+class PictureCounts(NamedTuple):
+    """How much of pictures a micro-batch holds; sums of these are of a step. encoded: those whose pixels are here, and
     not features that were kept."""
 
     vision_tokens: int = 0  # that take the vision experts, marks around pictures too
     patches: int = 0
     features: int = 0  # tokens that patches become
-    looked_patches: int = 0
-    looked_features: int = 0
-    squares: int = 0  # sum over frames that are looked at of their squared patch counts
+    encoded_patches: int = 0
+    encoded_features: int = 0
+    squares: int = 0  # sum over frames that are encoded of their squared patch counts
 
 
 class EmbeddingNoise(NamedTuple):
@@ -247,17 +247,17 @@ class Batch:
             return self.vision_tokens
         return int((self.modality != TEXT).sum())
 
-    def shown(self) -> Shown:
+    def shown(self) -> PictureCounts:
         vision, tokens = self.vision, self._vision_tokens() or 0
         if vision is None:
-            return Shown(tokens)
+            return PictureCounts(tokens)
         everything = [tuple(grid) for grid in vision.grids.tolist()]
         pixels_here = not vision.patches.dtype.is_floating_point
         looked = everything if pixels_here else [one.grid for one in vision.unseen]
         patches, seen = (sum(t * h * w for t, h, w in grids) for grids in (everything, looked))
         features = len(vision.places)
         of_looked = features if pixels_here else features * seen // max(1, patches)
-        return Shown(tokens, patches, features, seen, of_looked, sum(t * (h * w) ** 2 for t, h, w in looked))
+        return PictureCounts(tokens, patches, features, seen, of_looked, sum(t * (h * w) ** 2 for t, h, w in looked))
 
     def counted(self) -> Batch:
         """With the numbers of trained labels as these are now; in host memory."""

@@ -44,6 +44,9 @@ class DeviceEntry:
 
     @property
     def origin(self) -> str:
+        """Where it comes from, of one whose file has no EVIDENCE."""
+        if self.module.startswith(f"{_OURS}."):
+            return f"{self.module}, which does not say whether it ran on real hardware"
         return f"{self.module}, " + (
             f"of the installed package {self.package}" if self.package else f"named by {OTHERS}"
         )
@@ -53,6 +56,9 @@ class DeviceEntry:
             return import_module(self.module)
         except ModuleNotFoundError as error:
             fix = f"word=module with commas between; check {OTHERS} and PYTHONPATH"
+            if self.module.startswith(f"{_OURS}."):
+                named = f"the device's file {self.module} does not load: {error}"
+                raise DeviceError(named, where="DEVICES", fix="docs/adding-a-device.md says what it has") from error
             if not self.package:
                 named = f"no device can be read from {self.module!r}: {error}"
                 raise DeviceError(named, where=OTHERS, fix=fix) from error

@@ -22,6 +22,9 @@ class AppleDevice(AcceleratorDevice):
     def bind(self, index: int) -> None:
         return None
 
+    def synchronise(self, handle: torch.device | None = None) -> None:
+        self.module.synchronize()  # of the one there is: it takes no number
+
     def event(self) -> Event:
         return HostEvent()
 

@@ -31,14 +31,20 @@ class GenericDevice(AcceleratorDevice):
         return f"cpu:gloo,{self.type}:{backends[self.type]}" if self.type in backends else "gloo"
 
 
-def kind() -> str:
-    """torch's name of it; empty where there is none."""
+def any_kind() -> str:
+    """torch's name of the accelerator that is here, of any vendor; empty where there is none."""
     try:
         # How torch was built does not matter: only what is available counts.
         found = torch.accelerator.current_accelerator(check_available=True)
     except Exception:
         return ""
-    return found.type if found is not None and found.type not in OWN else ""
+    return "" if found is None else found.type
+
+
+def kind() -> str:
+    """torch's name of one that no file names; empty where there is none."""
+    found = any_kind()
+    return found if found not in OWN else ""
 
 
 def present() -> bool:

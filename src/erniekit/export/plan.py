@@ -17,7 +17,7 @@ from erniekit.errors import CheckpointError
 from erniekit.export.source import find_source
 from erniekit.files.listed import has_file
 from erniekit.files.tokenizer_names import TOKENIZER_FILES
-from erniekit.log import emit
+from erniekit.log import emit, emit_once, warn_once
 from erniekit.lora.base import find_base
 from erniekit.weight_kinds import BF16
 
@@ -63,7 +63,10 @@ def plan_of(cfg: RunConfig) -> ExportPlan:
         out = output_dir / _folder_of(cfg)
         if not source.is_adapter:
             if cfg.typed("model_name_or_path"):
-                emit(f"note     model_name_or_path is not used: {source.path} holds a whole model, not an adapter")
+                # Several steps of one export ask for the plan.
+                emit_once(f"note     model_name_or_path is not used: {source.path} holds a whole model, not an adapter")
+            if cfg.typed("lora") and cfg.lora.lora:
+                warn_once(f"lora is True, but {source.path} holds a whole model, no adapter: nothing is merged")
             return ExportPlan(source.path, (), named_tokenizer(cfg), out)
         adapters = (source.path,)
     return ExportPlan(_base(cfg, adapters), adapters, named_tokenizer(cfg), out)
@@ -82,7 +85,7 @@ def starts_training(cfg: RunConfig) -> bool:
     began = [began] if isinstance(began, str) else list(began or ())
     if began != list(cfg.lora.lora_path):
         return False
-    emit(f"note     lora_path: the run in {output_dir} started from it; its result is used")
+    emit_once(f"note     lora_path: the run in {output_dir} started from it; its result is used")
     return True
 
 

@@ -41,7 +41,7 @@ from erniekit.files.tokenizer_names import TOKENIZER_FILES
 from erniekit.log import emit, paint, typed, warn
 from erniekit.lora.adapter import Adapter, combined
 from erniekit.lora.adapter_files import read_adapter
-from erniekit.lora.base import check_answers, same_base, stored_probe
+from erniekit.lora.base import check_answers, same_base, stored_probe, trained_over
 from erniekit.lora.frozen_base import on_grid
 from erniekit.lora.merge import WeightUpdate, merged_in_fp32, row_updates
 from erniekit.lora.score_head import head_on
@@ -131,6 +131,9 @@ def export(
             where="merge_grid and format",
             fix="leave merge_grid out",
         )
+    for folder in folders if rounded else ():
+        if (trained := trained_over(folder)) not in (None, grid):
+            warn(f"{folder} was trained over frozen_base: {trained}; merge_grid: {grid} puts it on other numbers")
     check_target(out, [base, *folders])
     changes, head = head_on(base, folders)
     source = _Watched(base, changes=changes, head=head)
@@ -304,7 +307,8 @@ class _Merge:
         if self.grid != BF16:
             weight = on_grid(self.grid, name, weight)
         exact = merged_in_fp32(weight, self.updates[name])
-        out = exact if self.grid == BF16 else on_grid(self.grid, name, exact)
+        # Packed as the dtype that is written, so that who packs what is read finds the same numbers.
+        out = exact if self.grid == BF16 else on_grid(self.grid, name, exact.to(weight.dtype))
         if self.rounded:
             out = out.to(weight.dtype)
         if self.grid != BF16 or (self.rounded and weight.dtype != torch.float32):

@@ -1,6 +1,6 @@
 """`erniekit split`: the same weights in files of bounded size, in either layout, bit for bit.
 
-Called by cli/commands.py (split_command) and recipes/run.py (run_split).
+Called by recipes/run.py.
 """
 
 from __future__ import annotations
@@ -10,17 +10,12 @@ from pathlib import Path
 
 from erniekit.checkpoint import probe as probes
 from erniekit.checkpoint.hub import resolve_model
-from erniekit.config import RunConfig, load, need
+from erniekit.config import RunConfig, need
 from erniekit.errors import CheckpointError
 from erniekit.export.plan import named_tokenizer, note_unread
 from erniekit.export.run import export, result_of
 from erniekit.export.source import find_source
 from erniekit.result import RunResult
-
-
-def split_command(args: list[str]) -> int:
-    run_split(load(args, "split"))
-    return 0
 
 
 def run_split(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:

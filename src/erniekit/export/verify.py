@@ -14,8 +14,10 @@ import torch
 from torch import nn
 
 from erniekit.checkpoint.model_folder import ModelFolder
+from erniekit.checkpoint.probe import FILE as PROBE_FILE
 from erniekit.checkpoint.probe import KEPT_ROWS, Probe
 from erniekit.checkpoint.probe import allowed as probe_tolerance
+from erniekit.checkpoint.published import edited
 from erniekit.errors import CheckpointError
 from erniekit.export.streamed import streamed
 from erniekit.lora.adapter import Adapter
@@ -72,12 +74,12 @@ def prove(
         allowed = FP32_RELATIVE * max(10.0, largest(want))
         if base.dtype() != torch.float32:
             allowed += ROUNDING_MARGIN * largest(experts.run(_shaken(base, adapter, changed), ids, **more) - want)
-        require(difference, allowed, "the merged weights do not answer as base + adapter", base)
+        require(difference, allowed, "the merged weights do not answer as base + adapter", base, adapter)
     if probe is None or probe.rows is None:
         return Proof(difference, allowed)
     saved = largest(got[-KEPT_ROWS:] - probe.rows)
     saved_allowed = probe_tolerance(probe, written.dtype())
-    require(saved, saved_allowed, "the exported weights do not answer as the checkpoint did when saved", base)
+    require(saved, saved_allowed, "the exported weights do not answer as the checkpoint did when saved", base, adapter)
     return Proof(difference, allowed, saved, saved_allowed)
 
 
@@ -144,10 +146,20 @@ def _bits(t: torch.Tensor) -> torch.Tensor:
     return t.contiguous().view(torch.uint8) if t.ndim else t.reshape(1).view(torch.uint8)
 
 
-def require(difference: float, allowed: float, what: str, base: ModelFolder) -> None:
+def require(difference: float, allowed: float, what: str, base: ModelFolder, adapter: Adapter | None) -> None:
     if not difference <= allowed:  # NaN fails, too
         raise CheckpointError(
             f"{what}: logits differ by {difference:.2e}, allowed {allowed:.2e}; nothing was published",
             where=str(base.path),
-            fix="check that model_name_or_path is the base the adapter was trained on",
+            fix=_way_out(base, adapter),
         )
+
+
+def _way_out(base: ModelFolder, adapter: Adapter | None) -> str:
+    apart = f"export it from a folder of its own, with its config.json, tokenizer and weights but without {PROBE_FILE}"
+    if names := edited(base.path):
+        are = f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} not as saved"
+        return f"{are}: put that back, or if you changed it on purpose, {apart}"
+    if adapter is not None:
+        return "check that model_name_or_path is the base the adapter was trained on"
+    return f"use another checkpoint of the run, or if you changed this model on purpose, {apart}"

@@ -29,6 +29,11 @@ class Listed:
         self.folder = folder
         self._names = _names(folder)
 
+    @property
+    def by_us(self) -> bool:
+        """Whether the folder carries a manifest of ours."""
+        return self._names is not None
+
     def allows(self, name: str) -> bool:
         """Whether a file of this name may be read. Warns once for each that is there and may not."""
         if self._names is None or name in self._names:
@@ -88,7 +93,8 @@ def _names(folder: Path) -> frozenset[str] | None:
             return None
         return frozenset(map(str, manifest["files"]))
     except (ValueError, RecursionError, TypeError):
-        if not raw.startswith(_OURS):
+        # An emptied file, or one whose blocks never reached the disk, is no other program's either.
+        if not raw.startswith(_OURS) and not _OURS.startswith(raw.strip(b"\0 \t\r\n")):
             return None
         raise CheckpointError(
             f"{MANIFEST} is cut short or damaged",

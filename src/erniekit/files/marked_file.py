@@ -1,13 +1,16 @@
-"""Files that a command writes where a user's own are: the first line holds the digest of the others, so that an edit
-shows, wherever the file is copied. Used by recipes/plan_command.py and recipes/plan_timeline.py."""
+"""Files that a command writes where a user's own are: the first line ends with a digest of all the rest, so that an
+edit shows, wherever the file is copied. Used by recipes/plan_command.py and recipes/plan_timeline.py."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
+
+_CONTENT = "content "
 
 
 def state_of(target: Path, mark: str) -> Literal["absent", "ours", "edited", "foreign"]:
@@ -20,21 +23,25 @@ def state_of(target: Path, mark: str) -> Literal["absent", "ours", "edited", "fo
         first, body = lines.readline(), lines.read()
     if not first.startswith(mark):
         return "foreign"
-    return "ours" if first.endswith(_ending(mark, body)) else "edited"
+    head = first.rpartition(_CONTENT)[0]
+    return "ours" if first == head + _ending(mark, head + body) else "edited"
 
 
 def write_marked(target: Path, mark: str, about: str, body: str, refuse: Callable[[], object]) -> None:
     """Whole or not at all. mark, about: "# written by ...", or as a comment of XML, and what else the first line says.
     refuse: raises where the file must stay; called last, as the file may have been edited since it was looked at."""
-    made = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        made.write_text(f"{mark}{about}; {_ending(mark, body)}{body}", encoding="utf-8")
-        refuse()
-        os.replace(made, target)
-    finally:
-        made.unlink(missing_ok=True)
+    head = f"{mark}{about}; "
+    made = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    with made.open("x", encoding="utf-8") as file:  # never a file that is there, nor what a link points to
+        try:
+            file.write(head + _ending(mark, head + body) + body)
+            file.close()
+            refuse()
+            os.replace(made, target)
+        finally:
+            made.unlink(missing_ok=True)
 
 
-def _ending(mark: str, body: str) -> str:
+def _ending(mark: str, rest: str) -> str:
     closing = " -->" if mark.startswith("<!--") else ""
-    return f"content {hashlib.sha256(body.encode()).hexdigest()[:16]}{closing}\n"
+    return f"{_CONTENT}{hashlib.sha256(rest.encode()).hexdigest()[:16]}{closing}\n"

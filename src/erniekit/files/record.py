@@ -32,6 +32,7 @@ class Content(NamedTuple):
     size: int  # bytes
     sha256: str
     mtime_ns: int = -1  # with the same size and time it is not read again
+    sample: str = ""  # of a large file, the digest of some of its blocks (checkpoint/manifest.py)
 
 
 @dataclass
@@ -54,6 +55,11 @@ class OwnedFiles:
     def exists(self) -> bool:
         return _is_plain_file(self.path)
 
+    @property
+    def emptied(self) -> bool:
+        """Whether it is there and says nothing: it is written with its first line, so it was damaged since."""
+        return self.exists and next(self._lines(), None) is None
+
     def purpose(self) -> str:
         """What the folder was created for ("run", "demo", "job"); empty for a folder that is not ours as a whole."""
         return next((str(line["folder"]) for line in self._lines() if "folder" in line), "")
@@ -71,8 +77,8 @@ class OwnedFiles:
             if line.get("open"):
                 entry.digests.clear()
             if "sha256" in line:  # without a size nothing matches it
-                size, time = line.get("size"), line.get("mtime_ns")
-                content = Content(size if isinstance(size, int) else -1, str(line["sha256"]))
+                size, time, sample = line.get("size"), line.get("mtime_ns"), str(line.get("sample", ""))
+                content = Content(size if isinstance(size, int) else -1, str(line["sha256"]), sample=sample)
                 entry.digests.append(content._replace(mtime_ns=time) if isinstance(time, int) else content)
         return found
 

@@ -18,6 +18,7 @@ from erniekit.kernels.available import has_triton
 from erniekit.kernels.launch_tables import LaunchTables, log_of, triton_type
 from erniekit.kernels.position_noise import TensorPart, draws, high16
 from erniekit.kernels.rounding_noise import SALTS, SPREADS
+from erniekit.kernels.wide_squares import sum_of_squares
 
 ALIGN = 16  # bytes read at once
 
@@ -46,10 +47,10 @@ class Rates(NamedTuple):
     betas: tuple[float, float]
     eps: float
     weight_decay: float
-    fair: bool = True  # how bf16 moments are rounded; else to the nearest
+    stochastic: bool = True  # how bf16 moments are rounded; else to the nearest
 
 
-def fair16(value: torch.Tensor, step: torch.Tensor, which: int) -> torch.Tensor:
+def stochastic_bf16(value: torch.Tensor, step: torch.Tensor, which: int) -> torch.Tensor:
     """fp32 -> bf16, up or down by chance, so that the mean is the value. To the nearest, a second moment would never
     fall: 0.999 of a bf16 number is that number again.
 
@@ -90,7 +91,7 @@ def reference(
         taken = float(slot.step)
         root = v.sqrt().div_(math.sqrt(1 - beta2**taken)).add_(rates.eps)
         p.addcdiv_(m, root, value=-rates.lr / (1 - beta1**taken))
-        pack(slot, p, m, v, rates.fair)
+        pack(slot, p, m, v, rates.stochastic)
 
 
 def unpacked(slot: Slot) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -106,10 +107,10 @@ def unpacked(slot: Slot) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return p, *moments8.decode(slot.average, slot.square, slot.scales, _place(slot).block)
 
 
-def pack(slot: Slot, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, fair: bool) -> None:
-    """What an update made of them, stored. slot.step counts this update. fair: see Rates."""
+def pack(slot: Slot, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, stochastic: bool) -> None:
+    """What an update made of them, stored. slot.step counts this update. stochastic: see Rates."""
     if slot.scales is None:
-        keep_moments((slot.average, slot.square), (m, v), slot.step, fair)
+        keep_moments((slot.average, slot.square), (m, v), slot.step, stochastic)
     else:
         *codes, scales = moments8.encode(m, v, _draws(slot, p, 1), _place(slot).block)
         for old, new in zip((slot.average, slot.square, *slot.scales), (*codes, *scales)):
@@ -122,7 +123,7 @@ def pack(slot: Slot, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, fair: bo
         for old, new in zip((slot.weight, slot.remainder), exact_master.split(p)):
             old.copy_(new)
     else:
-        slot.weight.copy_(by_chance16(p, _draws(slot, p, 0)))
+        slot.weight.copy_(stochastic_bf16_at(p, _draws(slot, p, 0)))
 
 
 def _draws(slot: Slot, like: torch.Tensor, which: int) -> torch.Tensor:
@@ -135,7 +136,7 @@ def _place(slot: Slot) -> TensorPart:
     return slot.place
 
 
-def by_chance16(value: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+def stochastic_bf16_at(value: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
     """fp32 -> bf16, up or down by the draw's high half, so that the mean is the value."""
     bits = value.contiguous().view(torch.int32)
     bits = torch.where(value.isnan(), exact_master.QUIET_NAN, bits + high16(drawn))
@@ -143,23 +144,28 @@ def by_chance16(value: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
 
 
 def keep_moments(
-    kept: tuple[torch.Tensor, torch.Tensor], made: tuple[torch.Tensor, torch.Tensor], step: torch.Tensor, fair: bool
+    kept: tuple[torch.Tensor, torch.Tensor],
+    made: tuple[torch.Tensor, torch.Tensor],
+    step: torch.Tensor,
+    stochastic: bool,
 ) -> None:
     """made: fp32, what an update made of them. step: counts this update."""
     for which, (old, new) in enumerate(zip(kept, made)):
         if old.dtype != torch.float32:
-            old.copy_(fair16(new, step, which) if fair else new)
+            old.copy_(stochastic_bf16(new, step, which) if stochastic else new)
 
 
 def norm_reference(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     """fp32 [], whatever the gradients are; zero of none."""
     if not grads:
         return torch.zeros(())
+    if grads[0].device.type == "cpu":
+        return sum_of_squares(grads, "cpu").sqrt().float()
     result: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(grads), 2, torch.float32)))
     return result
 
 
-class Judged(NamedTuple):
+class UpdateCheck(NamedTuple):
     """What decides one tensor's update, fp32 [] each."""
 
     norm: torch.Tensor  # of its gradient
@@ -167,10 +173,10 @@ class Judged(NamedTuple):
     good: torch.Tensor  # 1: the update is made; 0: the loss or the gradient is not a number
 
 
-def judged_reference(norm: torch.Tensor, last: torch.Tensor | None, sound: torch.Tensor, limit: float) -> Judged:
+def check_reference(norm: torch.Tensor, last: torch.Tensor | None, sound: torch.Tensor, limit: float) -> UpdateCheck:
     """last: the norm to clip by, this one's own where it is not finite or not there."""
     by = norm if last is None else torch.where(last.isfinite(), last, norm)
-    return Judged(norm, limit / by.clamp(min=limit), sound * norm.isfinite())
+    return UpdateCheck(norm, limit / by.clamp(min=limit), sound * norm.isfinite())
 
 
 def fits(tensors: Iterable[torch.Tensor]) -> bool:
@@ -221,7 +227,8 @@ class FusedAdamW:
                     one if good is None else good,
                     *(float(x) for x in (lr, lr * rates.weight_decay, 1 - beta1, log_of(beta1))),
                     *(float(x) for x in (beta2, 1 - beta2, log_of(beta2), rates.eps)),
-                    *_kinds(kind), FAIR=rates.fair, BLOCK=self.block, BLOCKS=self.blocks, num_warps=self.warps,
+                    *_kinds(kind), STOCHASTIC=rates.stochastic,
+                    BLOCK=self.block, BLOCKS=self.blocks, num_warps=self.warps,
                 )  # fmt: skip
             for target, made in written:
                 target.copy_(made)
@@ -236,24 +243,24 @@ class FusedAdamW:
         return total.sqrt().float()
 
     @torch.no_grad()
-    def judged(
+    def check(
         self, key: str, grad: torch.Tensor, last: torch.Tensor | None, sound: torch.Tensor, limit: float
-    ) -> Judged:
-        """As `judged_reference`, with the norm of `grad`."""
+    ) -> UpdateCheck:
+        """As `check_reference`, with the norm of `grad`."""
         parts = self._squares(key, [grad])
         if not parts:
-            return judged_reference(torch.zeros((), device=grad.device), last, sound, limit)
-        from erniekit.kernels.triton.adamw import judge
+            return check_reference(torch.zeros((), device=grad.device), last, sound, limit)
+        from erniekit.kernels.triton.adamw import check_update
 
         out = torch.empty(3, dtype=torch.float32, device=grad.device)
         before = sound if last is None else last
         count = len(parts[0])
         block = min(8192, max(32, 1 << (count - 1).bit_length()))  # at once: the program waits for each block
-        judge[(1,)](
+        check_update[(1,)](
             parts[0], before, sound, float(limit), out, count, last is None, BLOCK=block,
             num_warps=min(16, max(1, block // 256)),
         )  # fmt: skip
-        return Judged(*out.unbind())
+        return UpdateCheck(*out.unbind())
 
     def _squares(self, key: str, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Of gradients of each kind: the sums of squares, fp32, a chunk each."""

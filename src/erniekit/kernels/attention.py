@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from erniekit import capabilities
 from erniekit.kernels.precision import at_least_fp32
+from erniekit.kernels.selection import AttentionFacts, documents_apart
 
 MASKED = 64 * 1024 * 1024  # scores at once: 256 MiB in fp32
 PADDED = 4  # up to so many keys more per query, unused queries are cheaper than a mask
@@ -62,10 +62,12 @@ def attention(
     if shared is not None:
         # Not index_select: the backward of k[index] adds up a prompt's gradients in one order on any device.
         k, v, key_bounds = k[shared.index], v[shared.index], shared.bounds
-    if backend == "varlen" or (backend == "auto" and _varlen_fits(q)):
+    if backend == "auto":
+        backend = _which(q, k)
+    if backend in ("flash", "varlen"):
         longest = max_doc if max_doc is not None else int(cu_seqlens.diff().max())
         return _varlen(q, k, v, cu_seqlens, key_bounds, longest, longest if shared is None else shared.longest)
-    if backend == "masked" or (backend == "auto" and _host_would_wait(q)):
+    if backend == "masked":
         return _with_a_mask(q, k, v, cu_seqlens, key_bounds)
     return _per_document(q, k, v, cu_seqlens, key_bounds)
 
@@ -132,11 +134,6 @@ def _ends_aligned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Te
     return _causal(F.pad(q, (0, 0, 0, 0, earlier, 0))[None], k[None], v[None])[0, earlier:]
 
 
-def _host_would_wait(q: torch.Tensor) -> bool:
-    """Documents one by one: the host needs their bounds. Where nothing else is there, a mask costs less."""
-    return q.device.type != "cpu" and not (q.is_cuda and capabilities.has("varlen"))
-
-
 def _with_a_mask(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, key_bounds: torch.Tensor
 ) -> torch.Tensor:
@@ -160,10 +157,10 @@ def _with_a_mask(
     return torch.cat(out).view_as(q)
 
 
-def _varlen_fits(q: torch.Tensor) -> bool:
-    if not capabilities.has("varlen"):
-        return False
-    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0
+def _which(q: torch.Tensor, k: torch.Tensor) -> str:
+    """By selection.py. k is flat."""
+    group = q.shape[2] // max(1, k.shape[1])
+    return documents_apart(AttentionFacts(q.device, group, q.shape[-1], dtype=q.dtype, apart=True))
 
 
 def _varlen(

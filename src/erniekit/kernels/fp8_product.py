@@ -12,9 +12,7 @@ from erniekit.kernels.available import runs_triton
 from erniekit.kernels.grouped_gemm import spans
 from erniekit.kernels.low_rank import Tail
 from erniekit.kernels.quantised_rows import dequantised
-from erniekit.kernels.selection import Fp8Facts, chosen
-
-ALL_IN_TRITON = True  # products without low-rank updates too
+from erniekit.kernels.selection import ExpertFacts, Fp8Facts, chosen
 
 
 def transposed(image: torch.Tensor) -> torch.Tensor:
@@ -35,7 +33,7 @@ def product(
 ) -> torch.Tensor:
     """x8 [R, K], xs [R, 1], w8 [N, K], ws [N, 1] (None: ones) -> x w^T [R, N]."""
     ws = _scales(w8, ws)
-    if not x8.is_cuda:
+    if _emulated(x8, w8.shape[0]):
         return (dequantised(x8, xs) @ dequantised(w8, ws).t()).to(dtype)
     if not x8.shape[0]:
         return torch.empty(0, w8.shape[0], dtype=dtype, device=x8.device)
@@ -56,7 +54,7 @@ def grouped(
 ) -> torch.Tensor:
     """rows8 [R, K] sorted by expert, rs [R, 1], w8 [E, N, K], ws [E, N, 1] (None: ones), ends int32 [E] (one past each
     expert's last row) -> [R, N]. Past the last end: undefined on a card, zeros elsewhere."""
-    if not rows8.is_cuda:
+    if _emulated(rows8, w8.shape[1], experts=True):
         scales = _scales(w8, ws)
         out = rows8.new_zeros(rows8.shape[0], w8.shape[1], dtype=dtype)
         for e, span in spans(ends):
@@ -64,7 +62,7 @@ def grouped(
         return out
     if not rows8.shape[0]:
         return torch.empty(0, w8.shape[1], dtype=dtype, device=rows8.device)
-    if ALL_IN_TRITON and _in_triton(rows8, w8.shape[1]):
+    if _in_triton(rows8, w8.shape[1]):
         from erniekit.kernels.triton import grouped_products
 
         return grouped_products.in_fp8(rows8, rs, w8, ws, ends, [], 1.0).to(dtype)
@@ -96,11 +94,18 @@ def grouped_plus(
 
 def adds_in_product(rows: torch.Tensor, out: int, tails: list[Tail], scale: float, dtype: torch.dtype) -> bool:
     """Whether updates can be added in the pass of a product that is `out` wide. rows: in fp8 or not yet."""
-    if not rows.is_cuda or not rows.shape[0] or dtype != torch.bfloat16 or not _in_triton(rows, out):
+    if not rows.shape[0] or not _in_triton(rows, out):
+        return False
+    facts = ExpertFacts(rows.device, dtype, rows.shape[1], out, tuple(z.shape[1] for z, _ in tails))
+    if chosen("experts' products with updates", facts) != "triton":
         return False
     from erniekit.kernels.triton import grouped_products
 
     return grouped_products.takes(tails, scale, dtype)
+
+
+def _emulated(rows: torch.Tensor, out: int, experts: bool = False) -> bool:
+    return chosen("fp8 products", Fp8Facts(rows.device, rows.shape[1], out, experts)) == "emulated"
 
 
 def _in_triton(rows: torch.Tensor, out: int) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from erniekit import capabilities
+from erniekit.kernels.selection import FrameFacts, chosen
 
 
 def frame_attention(
@@ -22,7 +22,7 @@ def frame_attention(
     each begins, on the device; None: made here."""
     if not sizes:
         return q + k + v  # no rows; gradients of none reach all three
-    if q.is_cuda and capabilities.has("varlen") and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0:
+    if chosen("frame attention", FrameFacts(q.device, q.dtype, q.shape[-1])) == "flash":
         return _varlen(q, k, v, sizes, bounds)
     return _by_size(q, k, v, sizes)
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from erniekit import capabilities
 from erniekit.kernels import quack_gemm
-from erniekit.kernels.selection import ProductFacts, chosen
+from erniekit.kernels.selection import HeadFacts, chosen
 from erniekit.kernels.softmax import in_place, softmax_gradient
 
 CHUNK = 2048  # rows of fp32 logits alive at once; 2048 x 103,424 = 0.8 GiB
@@ -75,8 +75,8 @@ def logits_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
     """[R, V] that may be overwritten."""
     columns = weight.shape[0]
     if not in_place(x.device) or columns % ALIGNED == 0:
-        faster = bias is None and quack_gemm.takes_logits(x, weight)
-        if faster and chosen("head", ProductFacts(x.device, x.dtype)) == "quack":
+        facts = HeadFacts(x.device, x.dtype, columns, bias is not None)
+        if quack_gemm.takes_logits(x, weight) and chosen("head", facts) == "quack":
             return quack_gemm.logits(x, weight)
         return F.linear(x, weight, bias)
     room = x.new_empty(x.shape[0], -(-columns // ALIGNED) * ALIGNED)[:, :columns]

@@ -63,7 +63,7 @@ def update(
             *(float(x) for x in (lr, lr * rates.weight_decay, 1 - beta1, log_of(beta1))),
             *(float(x) for x in (beta2, 1 - beta2, log_of(beta2), rates.eps)),
             *(triton_type(dtype) for dtype in kind[:3]), kind.mode, kind.even, kind.block,
-            FAIR=rates.fair, TILE=tile, TILES=TILES, num_warps=WARPS,
+            STOCHASTIC=rates.stochastic, TILE=tile, TILES=TILES, num_warps=WARPS,
         )  # fmt: skip
 
 

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from erniekit.kernels.available import shapes_of
+from erniekit.kernels.op_arguments import WEIGHT, OpArguments
 from erniekit.kernels.stored import PLAIN, Stored, kind_of
-from erniekit.kernels.stored.base import arguments
 
 
 def linear(x: torch.Tensor, weight: Stored, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -27,27 +27,23 @@ def linear(x: torch.Tensor, weight: Stored, bias: torch.Tensor | None = None) ->
     return y if bias is None else y + bias
 
 
+ARGUMENTS = OpArguments(x="Tensor", weight=WEIGHT, turned="bool")
+OF_WEIGHT = OpArguments(grad="Tensor", x="Tensor", weight=WEIGHT)
 # Defined by hand: what `custom_op` wraps around a function costs the host as much as a launch.
 _LIBRARY = torch.library.Library("erniekit", "FRAGMENT")
-_LIBRARY.define(f"stored_linear(Tensor x, {arguments('weight')}, bool turned) -> Tensor")
-_LIBRARY.define(f"stored_weight_gradient(Tensor grad, Tensor x, {arguments('weight')}) -> Tensor")
+_LIBRARY.define(f"stored_linear({ARGUMENTS.schema}) -> Tensor")
+_LIBRARY.define(f"stored_weight_gradient({OF_WEIGHT.schema}) -> Tensor")
 
 
-def _forward(
-    x: torch.Tensor,
-    data: torch.Tensor,
-    scale: torch.Tensor | None,
-    extra: torch.Tensor | None,
-    kind: str,
-    turned: bool,
-) -> torch.Tensor:
-    weight = Stored(data, scale, extra, kind)
-    return kind_of(weight).turned_product(x, weight) if turned else kind_of(weight).product(x, weight)
+def _forward(*flat: Any) -> torch.Tensor:
+    a = ARGUMENTS.named(flat)
+    kind = kind_of(a["weight"])
+    return (kind.turned_product if a["turned"] else kind.product)(a["x"], a["weight"])
 
 
-def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, *weight: Any) -> torch.Tensor:
-    held = Stored(*weight)
-    return kind_of(held).weight_gradient(grad, x, held)
+def _weight_gradient(*flat: Any) -> torch.Tensor:
+    a = OF_WEIGHT.named(flat)
+    return kind_of(a["weight"]).weight_gradient(a["grad"], a["x"], a["weight"])
 
 
 _LIBRARY.impl("stored_linear", _forward, "CompositeExplicitAutograd")
@@ -55,32 +51,34 @@ _LIBRARY.impl("stored_weight_gradient", _weight_gradient, "CompositeExplicitAuto
 
 
 @shapes_of("erniekit::stored_linear")
-def _(x: torch.Tensor, data: torch.Tensor, scale: Any, extra: Any, kind: str, turned: bool) -> torch.Tensor:
-    weight = Stored(data, scale, extra, kind)
-    out, width = kind_of(weight).shape(weight)
-    return x.new_empty(x.shape[0], width if turned else out)
+def _(*flat: Any) -> torch.Tensor:
+    a = ARGUMENTS.named(flat)
+    out, width = kind_of(a["weight"]).shape(a["weight"])
+    made: torch.Tensor = a["x"].new_empty(a["x"].shape[0], width if a["turned"] else out)
+    return made
 
 
 @shapes_of("erniekit::stored_weight_gradient")
-def _(grad: torch.Tensor, x: torch.Tensor, data: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.empty_like(data, dtype=grad.dtype)
+def _(*flat: Any) -> torch.Tensor:
+    a = OF_WEIGHT.named(flat)
+    return torch.empty_like(a["weight"].data, dtype=a["grad"].dtype)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, *tensors, ctx.kind, ctx.turned = inputs
-    ctx.save_for_backward(x if tensors[0].requires_grad else None, *tensors)
+    a = ARGUMENTS.named(inputs)
+    ARGUMENTS.save(ctx, ARGUMENTS.flat({**a, "x": a["x"] if a["weight"].data.requires_grad else None}))
 
 
 def _gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    x, *tensors = ctx.saved_tensors
-    of_x = of_data = None
-    grad = grad.contiguous()
-    if ctx.needs_input_grad[0]:
-        of_x = torch.ops.erniekit.stored_linear(grad, *tensors, ctx.kind, not ctx.turned)
-    if ctx.needs_input_grad[1]:
-        assert not ctx.turned
-        of_data = torch.ops.erniekit.stored_weight_gradient(grad, x, *tensors, ctx.kind)
-    return of_x, of_data, None, None, None, None
+    a = ARGUMENTS.named(ARGUMENTS.saved(ctx)[0])
+    of_x, of_weight = ARGUMENTS.wanted(ctx.needs_input_grad, ("x", "weight"))
+    found, grad = dict[str, torch.Tensor](), grad.contiguous()
+    if of_x:
+        found["x"] = torch.ops.erniekit.stored_linear(grad, *a["weight"], not a["turned"])
+    if of_weight:
+        assert not a["turned"]
+        found["weight"] = torch.ops.erniekit.stored_weight_gradient(grad, a["x"], *a["weight"])
+    return ARGUMENTS.gradients(found)
 
 
 torch.library.register_autograd("erniekit::stored_linear", _gradient, setup_context=_keep)

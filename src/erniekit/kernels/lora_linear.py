@@ -8,7 +8,7 @@ lora/layers.py. T tokens, R the ranks of all updates together.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from erniekit.kernels.available import shapes_of
+from erniekit.kernels.op_arguments import WEIGHT, OpArguments
 from erniekit.kernels.stored import PLAIN, Stored, kind_of
-from erniekit.kernels.stored.base import arguments
 from erniekit.kernels.stored.plain import scaled_product
 
 _TYPES = (torch.Tensor, nn.Parameter)  # no subclass: a DTensor computes by its own rules
@@ -53,7 +53,8 @@ def lora_linear(
         A, B = x.new_empty(0, width), x.new_empty(out, 0)
     scales, ranks = [update.scale for update in updates], [update.A.shape[0] for update in updates]
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    y, _ = torch.ops.erniekit.lora_linear(rows, *weight, bias, A, B, scales, ranks)
+    given = {"x": rows, "weight": weight, "bias": bias, "A": A, "B": B, "scales": scales, "ranks": ranks}
+    y, _ = torch.ops.erniekit.lora_linear(*ARGUMENTS.flat(given))
     result: torch.Tensor = y.view(*x.shape[:-1], out)
     return result
 
@@ -103,18 +104,18 @@ def _scaled(low: torch.Tensor, scales: Sequence[float], ranks: Sequence[int]) ->
     return torch.cat([columns * scale for columns, scale in zip(low.split(list(ranks), dim=1), scales)], dim=1)
 
 
+ARGUMENTS = OpArguments(
+    x="Tensor", weight=WEIGHT, bias="Tensor?", A="Tensor", B="Tensor", scales="float[]", ranks="int[]",
+)  # fmt: skip
+BACKWARD = OpArguments(
+    grad="Tensor", x="Tensor", low="Tensor", weight=WEIGHT, A="Tensor", B="Tensor", scales="float[]", ranks="int[]",
+    wanted="bool[]",
+)  # fmt: skip
+GRADED = ("x", "weight", "bias", "A", "B")  # what may need a gradient, in the order backward returns them
 # Defined by hand: what `custom_op` wraps around a function costs the host as much as the launch itself.
 _LIBRARY = torch.library.Library("erniekit", "FRAGMENT")
-_WEIGHT = arguments("weight")
-_LIBRARY.define(
-    f"lora_linear(Tensor x, {_WEIGHT}, Tensor? bias, Tensor A, Tensor B, float[] scales, int[] ranks) "
-    "-> (Tensor, Tensor)"
-)
-_LIBRARY.define(
-    f"lora_linear_backward(Tensor grad, Tensor x, Tensor low, {_WEIGHT}, Tensor A, Tensor B, float[] scales, "
-    "int[] ranks, bool[] wanted) -> Tensor[]"
-)
-_NOT_GRADED = 2  # scales and ranks
+_LIBRARY.define(f"lora_linear({ARGUMENTS.schema}) -> (Tensor, Tensor)")
+_LIBRARY.define(f"lora_linear_backward({BACKWARD.schema}) -> Tensor[]")
 
 
 def _common(scales: Sequence[float]) -> float | None:
@@ -124,59 +125,37 @@ def _common(scales: Sequence[float]) -> float | None:
     return scales[0] if len(set(scales)) == 1 else None
 
 
-def _forward(
-    x: torch.Tensor,
-    data: torch.Tensor,
-    scale: torch.Tensor | None,
-    extra: torch.Tensor | None,
-    kind: str,
-    bias: torch.Tensor | None,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    scales: list[float],
-    ranks: list[int],
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(*flat: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(y [T, out], x A^T [T, R], scaled already where scales differ)."""
-    weight, low, alpha = Stored(data, scale, extra, kind), F.linear(x, A), _common(scales)
+    a = ARGUMENTS.named(flat)
+    weight, low, alpha = a["weight"], F.linear(a["x"], a["A"]), _common(a["scales"])
     if alpha is None:
-        low = _scaled(low, scales, ranks)
-    y = kind_of(weight).product_plus(x, weight, low, B.t(), 1.0 if alpha is None else alpha)
-    return y if bias is None else y.add_(bias), low
+        low = _scaled(low, a["scales"], a["ranks"])
+    y = kind_of(weight).product_plus(a["x"], weight, low, a["B"].t(), 1.0 if alpha is None else alpha)
+    return y if a["bias"] is None else y.add_(a["bias"]), low
 
 
-def _backward(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    low: torch.Tensor,
-    data: torch.Tensor,
-    scale: torch.Tensor | None,
-    extra: torch.Tensor | None,
-    kind: str,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    scales: list[float],
-    ranks: list[int],
-    wanted: list[bool],
-) -> list[torch.Tensor]:
-    """Of x, weight, bias, A, B: the gradients that are wanted, in this order."""
-    weight = Stored(data, scale, extra, kind)
-    want_x, want_weight, want_bias, want_A, want_B = wanted
-    grad, common, found = grad.contiguous(), _common(scales), []
+def _backward(*flat: Any) -> list[torch.Tensor]:
+    """The gradients `wanted` of GRADED, only those."""
+    a = BACKWARD.named(flat)
+    x, weight, A, B, scales = a["x"], a["weight"], a["A"], a["B"], a["scales"]
+    want = dict(zip(GRADED, a["wanted"], strict=True))
+    grad, common, found = a["grad"].contiguous(), _common(scales), []
     alpha = 1.0 if common is None else common
-    if want_x or want_A:
+    if want["x"] or want["A"]:
         grad_low = scaled_product(grad, B, alpha)
         if common is None:
-            grad_low = _scaled(grad_low, scales, ranks)
-    if want_x:
+            grad_low = _scaled(grad_low, scales, a["ranks"])
+    if want["x"]:
         found.append(kind_of(weight).turned_product_plus(grad, weight, grad_low, A))
-    if want_weight:
+    if want["weight"]:
         found.append(kind_of(weight).weight_gradient(grad, x, weight))
-    if want_bias:
+    if want["bias"]:
         found.append(grad.sum(0))
-    if want_A:
+    if want["A"]:
         found.append(grad_low.t().mm(x))
-    if want_B:
-        found.append(scaled_product(grad.t(), low, alpha))
+    if want["B"]:
+        found.append(scaled_product(grad.t(), a["low"], alpha))
     return found
 
 
@@ -185,72 +164,49 @@ _LIBRARY.impl("lora_linear_backward", _backward, "CompositeExplicitAutograd")
 
 
 @shapes_of("erniekit::lora_linear")
-def _(x: torch.Tensor, data: Any, scale: Any, extra: Any, kind: str, bias: Any, A: torch.Tensor, *_: Any) -> Any:
-    weight = Stored(data, scale, extra, kind)
-    return x.new_empty(x.shape[0], kind_of(weight).shape(weight)[0]), x.new_empty(x.shape[0], A.shape[0])
+def _(*flat: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    a = ARGUMENTS.named(flat)
+    x, weight = a["x"], a["weight"]
+    return x.new_empty(x.shape[0], kind_of(weight).shape(weight)[0]), x.new_empty(x.shape[0], a["A"].shape[0])
 
 
 @shapes_of("erniekit::lora_linear_backward")
-def _(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    low: torch.Tensor,
-    data: torch.Tensor,
-    scale: torch.Tensor | None,
-    extra: torch.Tensor | None,
-    kind: str,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    scales: list[float],
-    ranks: list[int],
-    wanted: list[bool],
-) -> list[torch.Tensor]:
-    shapes = (x.shape, data.shape, data.shape[:1], A.shape, B.shape)
-    return [grad.new_empty(shape) for shape, want in zip(shapes, wanted) if want]
+def _(*flat: Any) -> list[torch.Tensor]:
+    a = BACKWARD.named(flat)
+    data = a["weight"].data
+    shapes = (a["x"].shape, data.shape, data.shape[:1], a["A"].shape, a["B"].shape)
+    return [a["grad"].new_empty(shape) for shape, want in zip(shapes, a["wanted"]) if want]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    x, data, scale, extra, ctx.kind, _, A, B, ctx.scales, ctx.ranks = inputs
-    low = output[1]
-    ctx.mark_non_differentiable(low)
+    ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, low, data, scale, extra, A, B)
+    ARGUMENTS.save(ctx, inputs, output[1])
 
 
 def _gradient(ctx: Any, grad: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
-    x_wanted, data_wanted, _, _, _, *rest = ctx.needs_input_grad
-    wanted = [x_wanted, data_wanted, *rest[:-_NOT_GRADED]]
     if grad is None:
-        return (None,) * len(ctx.needs_input_grad)
-    x, low, data, scale, extra, A, B = ctx.saved_tensors
-    weight = Stored(data, scale, extra, ctx.kind)
+        return ARGUMENTS.gradients({})
+    wanted = ARGUMENTS.wanted(ctx.needs_input_grad, GRADED)
+    flat, (low,) = ARGUMENTS.saved(ctx)
+    a = {**ARGUMENTS.named(flat), "grad": grad, "low": low, "wanted": wanted}
     if torch.is_grad_enabled():
-        found = _written_out(grad, x, weight, A, B, ctx.scales, ctx.ranks, wanted)
+        found = _written_out(a)
     else:
-        found = torch.ops.erniekit.lora_linear_backward(grad, x, low, *weight, A, B, ctx.scales, ctx.ranks, wanted)
-    each = iter(found)
-    of_x, of_data, of_bias, of_A, of_B = (next(each) if want else None for want in wanted)
-    return of_x, of_data, None, None, None, of_bias, of_A, of_B, None, None
+        found = torch.ops.erniekit.lora_linear_backward(*BACKWARD.flat(a))
+    return ARGUMENTS.gradients(dict(zip((name for name, want in zip(GRADED, wanted) if want), found)))
 
 
-def _written_out(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    weight: Stored,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    scales: list[float],
-    ranks: list[int],
-    wanted: list[bool],
-) -> list[torch.Tensor]:
-    """What the backward op returns, made of ops that can be differentiated again."""
+def _written_out(a: Mapping[str, Any]) -> list[torch.Tensor]:
+    """What the backward op returns, made of ops that can be differentiated again. a: its arguments."""
+    grad, x, weight, A, B, scales, ranks = (a[name] for name in ("grad", "x", "weight", "A", "B", "scales", "ranks"))
     low, grad_low = (_scaled(t, scales, ranks) for t in (F.linear(x, A), grad @ B))
     if weight.kind == PLAIN:
         grad_x = grad @ weight.data
     else:
         grad_x = torch.ops.erniekit.stored_linear(grad, *weight, True)
     every = (grad_x + grad_low @ A, grad.t() @ x, grad.sum(0), grad_low.t() @ x, grad.t() @ low)
-    return [t for t, want in zip(every, wanted) if want]
+    return [t for t, want in zip(every, a["wanted"]) if want]
 
 
 torch.library.register_autograd("erniekit::lora_linear", _gradient, setup_context=_keep)

@@ -1,4 +1,7 @@
-"""Low-rank updates of experts, as products take them. E experts, R rows sorted by expert."""
+"""Low-rank updates of experts, as products take them. Called by the expert ops, grouped products and kernels/stored.
+
+E experts, R rows sorted by expert.
+"""
 
 from __future__ import annotations
 

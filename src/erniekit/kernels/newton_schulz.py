@@ -14,9 +14,9 @@ EPSILON = 1e-7
 
 
 def orthogonalised(matrices: torch.Tensor, steps: int = STEPS) -> torch.Tensor:
-    """[n, rows, columns] -> the same shape in bf16, each matrix by itself."""
+    """[n, rows, columns] -> the same shape, each matrix by itself. In the dtype of the matrices: bf16 is enough."""
     a, b, c = COEFFICIENTS
-    x = matrices.bfloat16()
+    x = matrices
     tall = x.shape[1] > x.shape[2]
     if tall:
         x = x.transpose(1, 2)

@@ -1,6 +1,6 @@
 """The arguments of an op by name: from one list come its schema, its calls and the order of its gradients.
 
-Used by ops with so many arguments that counted positions would be misread.
+Used by ops that take stored weights, or so many arguments that counted positions would be misread.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def backend_for(device: torch.device, group: int, head_dim: int, packed: bool, l
     same_bits = torch.are_deterministic_algorithms_enabled()
     facts = AttentionFacts(device, group, head_dim, torch.is_grad_enabled(), same_bits, listed)
     by = chosen("packed attention" if packed else "attention", facts)
-    return None if by == "sdpa" else by
+    return None if by in ("masked", "sdpa") else by
 
 
 def faster_attention(capability: tuple[int, int], flash4_here: bool, cudnn_here: bool) -> str | None:

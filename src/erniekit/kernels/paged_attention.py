@@ -94,6 +94,8 @@ def attend_reference(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, 
     offsets = torch.arange(where.size, device=q.device)
     slots = (where.tables[where.rows].long()[..., None] * where.size + offsets).flatten(1)  # [T, M * size]
     mask = torch.arange(slots.shape[1], device=q.device) <= where.places[:, None]
+    # A NaN of another sequence would reach the result in spite of the mask.
+    slots = torch.where(mask, slots, slots[:, :1])
     # index_select: several times quicker than keys[slots] on a CPU. -> [T, Nkv, M * size, D]
     near, far = (
         t.index_select(0, slots.flatten()).unflatten(0, slots.shape).transpose(1, 2).to(q.dtype) for t in (keys, values)

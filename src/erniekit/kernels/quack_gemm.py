@@ -98,8 +98,8 @@ def logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def takes_logits(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a head of these is faster so, and lies as it must."""
-    large = x.shape[0] >= MANY and weight.shape[0] >= WIDE and x.dtype == weight.dtype == torch.bfloat16
+    """Whether a wide head (selection.py) of these is faster so, and lies as it must."""
+    large = x.shape[0] >= MANY and x.dtype == weight.dtype == torch.bfloat16
     return large and x.is_contiguous() and weight.is_contiguous() and type(weight) in (torch.Tensor, torch.nn.Parameter)
 
 

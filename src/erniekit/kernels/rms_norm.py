@@ -1,5 +1,5 @@
 """RMSNorm, the reference: normalise in fp32 (float64 stays), cast back, then scale, as HF and Paddle do. Called by
-models/layers."""
+add_norm.py."""
 
 from __future__ import annotations
 

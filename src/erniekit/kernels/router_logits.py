@@ -54,16 +54,17 @@ _LIBRARY.define("router_logits(Tensor x, Tensor weight) -> Tensor")
 _LIBRARY.define("router_logits_backward(Tensor grad, Tensor x, Tensor weight, bool[] wanted) -> Tensor[]")
 
 
-def _forward(x, weight):  # type: ignore[no-untyped-def]
-    return _product(x, side_by_side(weight, (0, 1, 2), 0).t()).unflatten(1, (3, weight.shape[0])).sum(1)
+def _forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    parts: torch.Tensor = _product(x, side_by_side(weight, (0, 1, 2), 0).t()).unflatten(1, (3, weight.shape[0]))
+    return parts.sum(1)
 
 
 @shapes_of("erniekit::router_logits")
-def _(x, weight):  # type: ignore[no-untyped-def]
+def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32)
 
 
-def _backward(grad, x, weight, wanted):  # type: ignore[no-untyped-def]
+def _backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, wanted: list[bool]) -> list[torch.Tensor]:
     out = []
     if wanted[0]:
         # The result is rounded to x's 8 bits: of the product of two sums, what is below 16 bits is left out.
@@ -74,7 +75,7 @@ def _backward(grad, x, weight, wanted):  # type: ignore[no-untyped-def]
 
 
 @shapes_of("erniekit::router_logits_backward")
-def _(grad, x, weight, wanted):  # type: ignore[no-untyped-def]
+def _(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, wanted: list[bool]) -> list[torch.Tensor]:
     return [tensor.new_empty(tensor.shape) for tensor, want in zip((x, weight), wanted) if want]
 
 

@@ -8,7 +8,7 @@ order, for tests and benchmarks (the key `kernels`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,7 +20,9 @@ from erniekit.kernels.available import why_no_triton
 
 ALIGNED = 8  # widths of 16-bit numbers that tensor cores' kernels load are multiples of this
 HIGHEST_RANK = 128  # of adapters that the expert kernels hold in registers
+HIGHEST_WITHIN = 64  # of those whose factors fit next to the tiles of a product
 LISTED = "queries and keys of different lengths have bounds: packed attention"
+APART = "positions are put in by a step of its own"
 FEW_WIDTH = 32  # hidden and width of experts, where products have tiles of few rows: columns of a tile
 PAGED_HEADS = (16, 32, 64, 128, 256)  # channels of a head that paged attention's tiles take
 GATED_HIDDEN = 2048  # widest input of gate and up that is faster with SwiGLU in the product: 0.16 for 0.24 ms at 1024
@@ -45,6 +47,17 @@ class AttentionFacts:
     gradients: bool = True
     same_bits: bool = False  # results must be equal bit for bit each time
     listed: bool = False  # documents look at keys that a list names: prompts they share, or keys of other ranks
+    dtype: torch.dtype = torch.bfloat16
+    apart: bool = False  # positions are put into queries and keys in a step of its own
+
+
+@dataclass(frozen=True)
+class FrameFacts:
+    """Of attention inside each frame of pictures."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
 
 
 @dataclass(frozen=True)
@@ -80,6 +93,14 @@ class ProductFacts:
 
 
 @dataclass(frozen=True)
+class HeadFacts:
+    device: torch.device
+    dtype: torch.dtype
+    rows: int  # of its weight, on this rank
+    bias: bool = False
+
+
+@dataclass(frozen=True)
 class Fp8Facts:
     """Of a product with static scales."""
 
@@ -112,7 +133,7 @@ def _not_bf16(dtype: torch.dtype) -> str | None:
 
 def _no_flash4(packed: bool) -> Callable[[AttentionFacts], str | None]:
     def why_not(f: AttentionFacts) -> str | None:
-        if problem := _no_nvidia(f.device):
+        if problem := _not_together(f) or _no_nvidia(f.device):
             return problem
         if f.same_bits:
             return "does not give the same bits each time"
@@ -123,18 +144,46 @@ def _no_flash4(packed: bool) -> Callable[[AttentionFacts], str | None]:
     return why_not
 
 
+def _not_together(f: AttentionFacts) -> str | None:
+    return APART if f.apart else None
+
+
 def _no_rows(f: AttentionFacts) -> str | None:
-    return _no_triton(f.device) or (LISTED if f.listed else None)
+    return _not_together(f) or _no_triton(f.device) or (LISTED if f.listed else None)
 
 
 def _no_cudnn_packs(f: AttentionFacts) -> str | None:
-    if problem := _no_nvidia(f.device):
+    if problem := _not_together(f) or _no_nvidia(f.device):
         return problem
     if f.same_bits:
         return "takes up to 32 GiB for the same bits each time"
     if torch.cuda.get_device_capability(f.device) < (9, 0):
         return "for Hopper cards and newer"
     return None if cudnn_packed.library() is not None else f"{cudnn_packed.PACKAGE} is not installed"
+
+
+def _no_flash(f: AttentionFacts) -> str | None:
+    if f.apart:
+        return _no_varlen(f)
+    return _no_triton(f.device) or capabilities.why_not("varlen")
+
+
+def _no_varlen(f: AttentionFacts | FrameFacts) -> str | None:
+    """Of FlashAttention-2 as torch has it, by itself."""
+    if problem := _no_card(f.device) or capabilities.why_not("varlen"):
+        return problem
+    if f.dtype not in (torch.bfloat16, torch.float16):
+        return f"for 16-bit numbers, not {str(f.dtype).removeprefix('torch.')}"
+    return f"heads of {f.head_dim} channels are not multiples of {ALIGNED}" if f.head_dim % ALIGNED else None
+
+
+def _no_masks(f: AttentionFacts) -> str | None:
+    """Documents one by one: the host needs their bounds. Where nothing else is there, a mask costs less."""
+    if f.device.type == "cpu":
+        return "no wait to be saved on a CPU"
+    if f.device.type == "cuda" and capabilities.has("varlen"):
+        return "only where no kernel takes packed documents"
+    return None
 
 
 def _no_paged(f: PagedFacts) -> str | None:
@@ -189,6 +238,8 @@ def _no_fp8_tiles(f: Fp8Facts) -> str | None:
 def _no_bf16_tiles(f: ExpertFacts) -> str | None:
     if problem := _no_nvidia(f.device) or _no_expert_kernels(f):
         return problem
+    if max(f.ranks, default=0) > HIGHEST_WITHIN:
+        return f"adapters of rank {max(f.ranks)} are above {HIGHEST_WITHIN}"
     return None if torch.cuda.get_device_capability(f.device) == fp8_cards.GROUPED else "for Hopper cards"
 
 
@@ -200,11 +251,18 @@ def _no_few(f: ExpertFacts) -> str | None:
     return None
 
 
-def _no_quack(what: str) -> Callable[[ProductFacts], str | None]:
-    def why_not(f: ProductFacts) -> str | None:
-        return _no_nvidia(f.device) or _no_grouped(f) or quack_gemm.why_not(what, f.device)
+def _no_quack(f: ProductFacts) -> str | None:
+    return _no_nvidia(f.device) or _no_grouped(f) or quack_gemm.why_not("experts", f.device)
 
-    return why_not
+
+def _no_quack_head(f: HeadFacts) -> str | None:
+    if f.rows < quack_gemm.WIDE:
+        return f"fewer than {quack_gemm.WIDE} columns"
+    if f.bias:
+        return "a bias is added"
+    if problem := _no_nvidia(f.device) or _no_grouped(ProductFacts(f.device, f.dtype)):
+        return problem
+    return quack_gemm.why_not("head", f.device)
 
 
 def _no_gated(f: GateUpFacts) -> str | None:
@@ -228,10 +286,12 @@ OPERATIONS: dict[str, tuple[Implementation, ...]] = {
     "packed attention": (
         Implementation("flash4", _no_flash4(packed=True)),
         Implementation("cudnn", _no_cudnn_packs),
-        # FlashAttention-2, as torch has it
-        Implementation("flash", lambda f: _no_triton(f.device) or capabilities.why_not("varlen")),
+        Implementation("flash", _no_flash),  # FlashAttention-2, as torch has it
+        Implementation("masked", _no_masks),
         Implementation("sdpa", _none),
     ),
+    # Of a vision tower, inside each frame.
+    "frame attention": (Implementation("flash", _no_varlen), Implementation("sdpa", _none)),
     # Of a server: keys and values lie in blocks of a pool.
     "paged attention": (Implementation("triton", _no_paged), Implementation("gathered", _none)),
     "feed-forward": (Implementation("quack", _no_gated), Implementation("product and swiglu", _none)),
@@ -239,7 +299,7 @@ OPERATIONS: dict[str, tuple[Implementation, ...]] = {
     # Of a server's step: no gradients, no adapters, weights as they are.
     "experts of few tokens": (Implementation("triton", _no_few), Implementation("as of many", _none)),
     "grouped products": (
-        Implementation("quack", _no_quack("experts")),
+        Implementation("quack", _no_quack),
         Implementation("torch", _no_grouped),
         Implementation("blocks", _no_blocks),
         Implementation("loop", _none),
@@ -249,15 +309,29 @@ OPERATIONS: dict[str, tuple[Implementation, ...]] = {
     # Emulated: fp8 values multiplied in fp32, rounded once.
     "fp8 products": (Implementation("tensor cores", _no_fp8), Implementation("emulated", _none)),
     "experts' fp8 products": (Implementation("triton", _no_fp8_tiles), Implementation("torch", _none)),
-    "head": (Implementation("quack", _no_quack("head")), Implementation("torch", _none)),
+    "head": (Implementation("quack", _no_quack_head), Implementation("torch", _none)),
 }
 
+# Lines of a run's table that are no choice among kernels -> what they follow from.
+BY_KEYS = {
+    "weights": "compute_type",
+    "frozen weights": "frozen_base",
+    "frozen products": "frozen_products",
+    "compiled layers": "compile",
+    "CUDA graphs": "cuda_graph",
+    "AdamW": "optim and the device",
+    "results of a step": "optim and the device",
+}
+
+FORCED = "forced by kernels"  # the reason of such a choice
 _forced: dict[str, str] = {}
 
 
 def force(choices: Mapping[str, str]) -> None:
     """From now on in this process; each takes the place of a first choice and must be possible."""
     for operation, name in choices.items():
+        if operation in BY_KEYS:
+            raise ValueError(f"{operation} is no choice among kernels: it follows from {BY_KEYS[operation]}")
         if operation not in OPERATIONS:
             raise ValueError(f"no operation {operation!r}: one of {', '.join(OPERATIONS)}")
         names = [each.name for each in OPERATIONS[operation]]
@@ -283,9 +357,35 @@ def _select(operation: str, facts: Any, version: int) -> Choice:
             continue
         problem = why_not(facts)
         if problem is None:
-            return Choice(operation, name, "forced by kernels" if forced else "; ".join(reasons) or "the fastest")
+            return Choice(operation, name, FORCED if forced else "; ".join(reasons) or "the fastest")
         reasons.append(f"{name}: {problem}")
     raise ValueError(f"{operation} cannot be forced here: {reasons[0]}")
+
+
+def documents_apart(facts: AttentionFacts) -> str:
+    """Of packed documents in queries and keys that have their positions already. A forced implementation that puts
+    them in itself is passed over. Called inside compiled layers, too: nothing is kept, and nothing looked for."""
+    forced = _forced.get("packed attention")
+    for name, why_not in OPERATIONS["packed attention"]:
+        if name == forced and why_not(facts) is None:
+            return name
+    for name, why_not in OPERATIONS["packed attention"]:
+        if why_not(facts) is None:
+            return name
+    raise AssertionError("the last takes everything")
+
+
+def only(operation: str, name: str, reason: str) -> Choice:
+    """Of a run whose other settings leave one implementation, for a reason: another cannot be forced."""
+    wanted = _forced.get(operation, name)
+    if wanted != name:
+        raise ValueError(f"{operation} cannot be forced here: {wanted}: {reason}")
+    return Choice(operation, name, FORCED if operation in _forced else reason)
+
+
+def idle(used: Collection[str]) -> list[str]:
+    """What is forced of operations that are not among those used, as it was written."""
+    return [f"{operation}={name}" for operation, name in _forced.items() if operation not in used]
 
 
 def chosen(operation: str, facts: Any) -> str:

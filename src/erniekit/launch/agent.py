@@ -9,10 +9,8 @@ import contextlib
 import logging
 import os
 import secrets
-import shutil
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +24,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Signa
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 
 from erniekit.errors import ConfigError
+from erniekit.launch.error_folder import error_folder
 from erniekit.launch.failure import CRASH, LAUNCHED, PREEMPTED, Failure, first, read
 from erniekit.launch.heartbeat import Machine, newest_checkpoint, notice_silence
 from erniekit.launch.logs import LAUNCHER_LOG, Relay, own_folder
@@ -52,10 +51,9 @@ def run_ranks(launch: LaunchPlan, command: list[str]) -> int:
     if logs != launch.log_dir:
         emit(f"note     {launch.log_dir} holds logs of another program: this run's are in {logs}")
     relay = Relay(logs)
-    errors = Path(tempfile.mkdtemp(prefix="erniekit-ranks-"))
     agent = None
     try:
-        with _remarks_to_a_file(logs), _environment(launch), _signals_end_us():
+        with error_folder() as errors, _remarks_to_a_file(logs), _environment(launch), _signals_end_us():
             handler, here = rendezvous(launch)
             if launch.nnodes > 1:
                 notice_silence(launch.port)
@@ -80,7 +78,6 @@ def run_ranks(launch: LaunchPlan, command: list[str]) -> int:
         raise (agent.apart(e) if agent is not None and agent.met else _apart(launch, e)) from e
     finally:
         relay.close()
-        shutil.rmtree(errors, ignore_errors=True)
 
 
 class RankLogs(LogsSpecs):
@@ -198,6 +195,10 @@ class Agent(LocalElasticAgent):
         has_them = launch.output is not None and (0 in ranks or launch.saves_on_each_node)
         return (newest_checkpoint(launch.output) if has_them and launch.output else "") or "the newest checkpoint"
 
+    def _again(self) -> str:
+        point = self._point()
+        return "next: run the same command" + (f"; it resumes from {point}" if point.startswith("checkpoint-") else "")
+
     def apart(self, error: Exception) -> Apart:
         """The others are out of reach: the machine where all meet is gone, or one that was lost did not come back."""
         assert self._nodes is not None
@@ -307,7 +308,7 @@ class Agent(LocalElasticAgent):
         if self._signals and cause.kind == CRASH:
             self.exit_code = 128 + self._signals[0]
             if cause.exit_code in (130, self.exit_code):  # it obeyed: nothing to save yet, or a second signal
-                lines = (f"stopped by {signal.Signals(self._signals[0]).name} without a save",)
+                lines = (f"stopped by {signal.Signals(self._signals[0]).name} without a save", self._again())
         elif cause.code < 0 and not self._signals and not self._may_restart:  # it had no word of its own
             lines = (*lines, f"fix:   run the same command; it resumes from {self._point()}")
         self.relay.mute()

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from torch import nn
 
+from erniekit.checkpoint.manifest import Verify
+from erniekit.checkpoint.published import check_published
 from erniekit.errors import CheckpointError
 from erniekit.files.listed import has_file
 from erniekit.lora import paddle_files, peft_files
@@ -21,8 +23,11 @@ def is_adapter(folder: Path) -> bool:
     return any(has_file(folder, config) for config in (peft_files.CONFIG, paddle_files.CONFIG))
 
 
-def read_adapter(folder: Path, model: nn.Module) -> Adapter:
-    """The adapter in `folder` for `model` (on the meta device will do); names and shapes are checked against it."""
+def read_adapter(folder: Path, model: nn.Module, verify: Verify = "auto") -> Adapter:
+    """The adapter in `folder` for `model` (on the meta device will do); names and shapes are checked against it.
+    verify: see `check_published`."""
+    if folder.is_dir():
+        check_published(folder, verify)
     if has_file(folder, peft_files.CONFIG):
         adapter = _read(peft_files.read_peft, folder, model)
     elif has_file(folder, paddle_files.CONFIG):

@@ -20,7 +20,8 @@ from erniekit.files.listed import has_file
 from erniekit.log import warn
 from erniekit.lora import paddle_files, peft_files
 from erniekit.lora.adapter_config import config_fields
-from erniekit.models.layers.linear import packed_layers
+from erniekit.model_contract import packed_layers, spread
+from erniekit.weight_kinds import BF16
 
 MAX_NAME = 4096  # characters of a path
 OTHERWISE = "override_base: True uses this base all the same"
@@ -66,6 +67,16 @@ def stored_probe(adapter: Path) -> Probe | None:
     """None for one taken over packed frozen weights: the stored ones do not repeat it."""
     probe = probes.load(adapter)
     return None if probe is None or probe.setting.endswith(probes.PACKED_BASE) else probe
+
+
+def trained_over(adapter: Path) -> str | None:
+    """The frozen_base that an adapter was trained over, by its probe; None where its folder has none."""
+    probe = probes.load(adapter)
+    if probe is None:
+        return None
+    if not probe.setting.endswith(probes.PACKED_BASE):
+        return BF16
+    return probe.setting.removesuffix(probes.PACKED_BASE).split("/", 4)[-1]  # device, dtype, torch, layout, base
 
 
 def same_base(adapter: Path, base: Path) -> bool | None:
@@ -124,8 +135,8 @@ def check_model(adapter: Path, base: Path, model: nn.Module) -> None:
         logits: torch.Tensor = model(ids.to(first.device), **more)
         return logits
 
-    config = getattr(model, "config", None)
-    check_answers(adapter, base, answer, first.dtype, getattr(config, "moe", None) is not None, first.device)
+    sparse = spread(model).config.moe is not None
+    check_answers(adapter, base, answer, first.dtype, sparse, first.device)
 
 
 def _verdict(answer: Answer, probe: Probe, dtype: torch.dtype, device: torch.device | None) -> Verdict | None:

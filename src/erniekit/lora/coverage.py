@@ -1,6 +1,7 @@
 """What LoRA trains and what it does not, as a table printed before the first step.
 
-Called by recipes and doctor. A projection that silently got no adapter is how fine-tunes fail; here it shows.
+Called by recipes/run_summary.py, for runs and the doctor. A projection that silently got no adapter is how fine-tunes
+fail; here it shows.
 """
 
 from __future__ import annotations

@@ -17,8 +17,9 @@ from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.errors import ConfigError
 from erniekit.kernels.stored import PLAIN, kind_named
 from erniekit.log import emit, warn
-from erniekit.lora.layers import LoRAExperts, LoRALinear
-from erniekit.models.layers.linear import HoldsWeight, packed_layers
+from erniekit.lora.layers import LoRAExperts, LoRALinear, experts_of
+from erniekit.model_contract import packed_layers
+from erniekit.models.layers.linear import HoldsWeight
 from erniekit.weight_kinds import BF16, kinds_of, role_of, with_products
 
 
@@ -48,7 +49,7 @@ def store_linears(model: nn.Module, base: str, only: Collection[str] | None = No
     for name, layer in model.named_modules():
         if not name.startswith("layers.") or not isinstance(layer, HoldsWeight) or (only and name not in only):
             continue
-        kind, experts = kind_named(kinds[role_of(name)]), getattr(layer, "experts", 1)
+        kind, experts = kind_named(kinds[role_of(name)]), experts_of(layer)
         if kind.name == PLAIN:
             continue
         rows, width = layer.held_shape

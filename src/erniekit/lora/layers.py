@@ -18,6 +18,7 @@ from torch.func import functional_call
 from erniekit.kernels.expert_mlp import Update
 from erniekit.kernels.lora_linear import RowUpdate, in_one_op, lora_linear
 from erniekit.kernels.stored import Stored
+from erniekit.model_contract import parts_of
 from erniekit.models.layers.experts import ExpertLinear
 from erniekit.models.layers.linear import HoldsWeight, Linear, is_watched
 from erniekit.models.layers.router import Router, Routing
@@ -222,7 +223,7 @@ def kind_of(base: nn.Module) -> type[LoRALayer] | None:
 
 def layer_parts(base: nn.Module, name: str) -> Parts:
     """The public projections inside a layer (of one expert, where it has several): its parts, or itself as `name`."""
-    return cast("Parts", getattr(base, "parts", ((name, weight_like(base).shape[0]),)))
+    return parts_of(base) or ((name, weight_like(base).shape[0]),)
 
 
 def weight_like(base: nn.Module, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Folding adapters into weights: base + scale * B @ A in fp32, with DoRA at its rows' trained lengths, rounded to the
 weight's dtype once.
 
-Called by export/run.py tensor by tensor, and by chat for a model in memory.
+Called by export/run.py, tensor by tensor.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from torch import nn
 
 from erniekit.lora.adapter import Adapter, LowRank, places, refuse_dora_among
 from erniekit.lora.dora import SHORTEST
-from erniekit.lora.inject import lora_linears
-from erniekit.lora.projections import projections
 
 
 class WeightUpdate(NamedTuple):
@@ -44,23 +42,3 @@ def merged_in_fp32(weight: torch.Tensor, updates: Sequence[WeightUpdate]) -> tor
             lengths = torch.linalg.vector_norm(rows, dim=1).clamp(min=SHORTEST)
             rows.mul_((update.magnitude.to(out) / lengths)[:, None])
     return out
-
-
-def merged_tensor(weight: torch.Tensor, updates: Sequence[WeightUpdate]) -> torch.Tensor:
-    return merged_in_fp32(weight, updates).to(weight.dtype)
-
-
-@torch.no_grad()
-def fold(model: nn.Module) -> nn.Module:
-    """Merge a model's adapters in place and give it back its plain layers: the same outputs at the base's speed."""
-    by_place = {p.place: p for p in projections(model)}
-    for name, module in lora_linears(model):
-        updates = []
-        for pair in module.pairs().values():
-            for expert, part, A, B, magnitude in pair.updates(*pair.sides, pair.magnitude):
-                rows = by_place[name, part, expert]
-                updates.append(WeightUpdate(rows.start, rows.stop, LowRank(A, B, pair.scale, magnitude)))
-        module.base.weight.copy_(merged_tensor(module.base.weight, updates))
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, module.base)
-    return model

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from erniekit.checkpoint.manifest import Verify
 from erniekit.checkpoint.model_folder import ModelFolder, read_json
 from erniekit.checkpoint.safe import check_safetensors
 from erniekit.checkpoint.shards import write_json
@@ -64,10 +65,10 @@ def headless(adapter: Path) -> CheckpointError:
     )
 
 
-def open_base(base: Path, adapter: Path) -> ModelFolder:
+def open_base(base: Path, adapter: Path, verify: Verify = "auto") -> ModelFolder:
     """The model below an adapter: of one with a score head, a classifier or reward model with that head."""
     changes, head = head_on(base, [adapter])
-    return ModelFolder(base, changes=changes, head=head)
+    return ModelFolder(base, changes=changes, head=head, verify=verify)
 
 
 def head_on(base: Path, adapters: Sequence[Path]) -> tuple[dict[str, Any], torch.Tensor | None]:

@@ -1,4 +1,4 @@
-"""LoRASettings: rank, scale and targets after ERNIEKit's rules are applied. Plain numbers, no torch.
+"""LoRASettings: rank, scale and targets, after the rules of config/rules/stages.py. Plain numbers, no torch.
 
 Made by recipes/adapters.py from the lora section, and from an adapter's own config when one is loaded.
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from erniekit.errors import ConfigError
-from erniekit.lora_scale import DERIVED_ALPHA, RSLORA_ALPHA, RSLORA_PLUS_SCALE, default_alpha, scale_of
+from erniekit.lora_scale import default_alpha, scale_of
 
 
 @dataclass(frozen=True)
@@ -39,19 +39,16 @@ class LoRASettings:
     def resolve(
         cls,
         rank: int = 8,
-        alpha: float = DERIVED_ALPHA,
+        alpha: float | None = None,
         *,
         rslora: bool = False,
-        rslora_plus: bool = False,
         lora_plus_scale: float = 1.0,
         targets: Sequence[str] | None = None,
         shared_a: bool = False,
         dora: bool = False,
         pissa: bool = False,
     ) -> LoRASettings:
-        """From the keys as typed, by the rules of lora_scale.py."""
-        if rslora_plus:
-            rslora, lora_plus_scale, alpha = True, RSLORA_PLUS_SCALE, RSLORA_ALPHA
-        if alpha == DERIVED_ALPHA:
+        """alpha None: the default of this rank."""
+        if alpha is None:
             alpha, _ = default_alpha(rank, rslora)
         return cls(rank, alpha, rslora, lora_plus_scale, tuple(targets) if targets else None, shared_a, dora, pissa)

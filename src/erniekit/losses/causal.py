@@ -1,4 +1,4 @@
-"""Next-token cross-entropy over the trained tokens of a batch, head fused in. For train/step.py and evaluate.py."""
+"""Next-token cross-entropy over the trained tokens of a batch, head fused in. Called through recipes/stage.py."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from erniekit.models.config import DecoderConfig
 from erniekit.models.ernie_dense import paddle_decoder, paddle_head, paddle_mlp
 from erniekit.models.ernie_vl_config import NESTED_TYPE, read_config, write_config
 from erniekit.models.fields import Fields
-from erniekit.models.layers.seeing import SEEING_PLAN, SeeingDecoder
+from erniekit.models.layers.vision_language import VISION_LANGUAGE_PLAN, VisionLanguageDecoder
 from erniekit.models.names import Entry, hf_attention, hf_head, hf_mlp, reshaped, rows, transposed, verbatim
 from erniekit.models.spec import ModelSpec
 
@@ -63,7 +63,7 @@ def names(c: DecoderConfig, layout: str) -> list[Entry]:
             out += hf_mlp(ours + "mlp.", theirs + "mlp.", c.intermediate_size, c.mlp_bias)
     tower = {"hf": "vision_model.", "hf_transformers": "model.vision_model.", "hf_fused": "model.vision_tower."}
     stages = ("fc1", "fc2", "ln") if fused else ("0", "2", "3")
-    return out + _seeing(c, tower[layout], "model.resampler_model.", stages, turned=False) + hf_head(c)
+    return out + _vision_entries(c, tower[layout], "model.resampler_model.", stages, turned=False) + hf_head(c)
 
 
 def _banks(c: DecoderConfig) -> tuple[tuple[str, int, int, int], tuple[str, int, int, int]]:
@@ -107,8 +107,8 @@ def _fused_experts(c: DecoderConfig, ours: str, theirs: str) -> list[Entry]:
 
 
 def _paddle(c: DecoderConfig) -> list[Entry]:
-    seeing = _seeing(c, "vision_model.", "ernie.resampler_model.", ("0", "2", "3"), turned=True)
-    return paddle_decoder(c, _paddle_experts) + seeing + paddle_head(c)
+    vision = _vision_entries(c, "vision_model.", "ernie.resampler_model.", ("0", "2", "3"), turned=True)
+    return paddle_decoder(c, _paddle_experts) + vision + paddle_head(c)
 
 
 def _paddle_experts(c: DecoderConfig, ours: str, theirs: str) -> list[Entry]:
@@ -127,7 +127,9 @@ def _paddle_experts(c: DecoderConfig, ours: str, theirs: str) -> list[Entry]:
     return out + (paddle_mlp(ours + "shared.", theirs + "shared_experts.", False) if m.shared_width else [])
 
 
-def _seeing(c: DecoderConfig, tower: str, resampler: str, stages: tuple[str, str, str], turned: bool) -> list[Entry]:
+def _vision_entries(
+    c: DecoderConfig, tower: str, resampler: str, stages: tuple[str, str, str], turned: bool
+) -> list[Entry]:
     """stages: what the two linears and the norm of a resampler's stage are called."""
     assert c.vision is not None
     matrix = transposed if turned else verbatim
@@ -159,8 +161,8 @@ SPEC = ModelSpec(
     name=NESTED_TYPE,
     read_config=read_config,
     write_config=write_config,
-    build=SeeingDecoder,
-    plan=SEEING_PLAN,
+    build=VisionLanguageDecoder,
+    plan=VISION_LANGUAGE_PLAN,
     names=names,
     lora_targets=(
         *ernie_dense.SPEC.lora_targets,

@@ -17,11 +17,11 @@ from torch.optim.adamw import adamw
 from erniekit.kernels import exact_master, moments8
 from erniekit.kernels.adamw import (
     FusedAdamW,
-    Judged,
     Rates,
     Slot,
+    UpdateCheck,
+    check_reference,
     fits,
-    judged_reference,
     norm_reference,
     pack,
     unpacked,
@@ -167,7 +167,7 @@ class AdamW:
         return self.home.one_by_one or unpacks
 
     def _rates(self, group: Group, lr: float) -> Rates:
-        return Rates(lr * group.lr_scale, self.betas, self.eps, group.weight_decay, self.storage.fair)
+        return Rates(lr * group.lr_scale, self.betas, self.eps, group.weight_decay, self.storage.stochastic)
 
     def update_one(
         self,
@@ -198,13 +198,13 @@ class AdamW:
     def norm_of(self, name: str, grad: torch.Tensor) -> torch.Tensor:
         return norm_reference([grad]) if self.fused is None else self.fused.norm(name, [grad])
 
-    def judged(
+    def check(
         self, name: str, grad: torch.Tensor, last: torch.Tensor | None, sound: torch.Tensor, limit: float
-    ) -> Judged:
+    ) -> UpdateCheck:
         """What decides a parameter's update from its gradient, where it is clipped by the norm `last`, or its own."""
         if self.fused is not None:
-            return self.fused.judged(name, grad, last, sound, limit)
-        return judged_reference(norm_reference([grad]), last, sound, limit)
+            return self.fused.check(name, grad, last, sound, limit)
+        return check_reference(norm_reference([grad]), last, sound, limit)
 
     @torch.no_grad()
     def _update(
@@ -251,7 +251,7 @@ class AdamW:
             beta1=self.betas[0], beta2=self.betas[1], weight_decay=rates.weight_decay, eps=self.eps, maximize=False,
         )  # fmt: skip
         for slot, made in zip(slots, parts):
-            pack(slot, *made, rates.fair)
+            pack(slot, *made, rates.stochastic)
 
     def expect(self, names: Iterable[str]) -> None:
         """These parameters are updated next."""

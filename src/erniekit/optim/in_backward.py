@@ -74,11 +74,11 @@ class BackwardUpdates:
             return
         sound = self._sound.to(grad.device)
         last = None if self.per_tensor else self.optimizer.last_norm
-        judged = self.optimizer.judged(name, grad, last, sound, self.limit)
-        self._norms.append(judged.norm)
+        checked = self.optimizer.check(name, grad, last, sound, self.limit)
+        self._norms.append(checked.norm)
         self._order.append(name)
-        scale = judged.scale if self.limit > 0 else None
-        self.optimizer.update_one(name, self._lr, scale, judged.good, sound, self._next())
+        scale = checked.scale if self.limit > 0 else None
+        self.optimizer.update_one(name, self._lr, scale, checked.good, sound, self._next())
 
     def _next(self) -> list[str]:
         """Parameters whose gradients will be complete next, by the order of the step before."""
@@ -102,24 +102,24 @@ def after_gradients(optimizer: AdamW, ready: Callable[[str], None]) -> list[Remo
     return [p.register_post_accumulate_grad_hook(hook(name)) for name, p in optimizer.params.items()]
 
 
-class Looked(NamedTuple):
+class GradientFacts(NamedTuple):
     """What is kept of a gradient that was freed; on its device."""
 
     any: torch.Tensor  # an element is not zero
     finite: torch.Tensor  # all are numbers
 
 
-def looked_at(grad: torch.Tensor) -> Looked:
-    return Looked(grad.any(), grad.isfinite().all())
+def facts_of(grad: torch.Tensor) -> GradientFacts:
+    return GradientFacts(grad.any(), grad.isfinite().all())
 
 
 @contextmanager
-def seen_gradients(optimizer: AdamW) -> Iterator[dict[str, Looked]]:
+def seen_gradients(optimizer: AdamW) -> Iterator[dict[str, GradientFacts]]:
     """Within: backward passes change nothing and leave no gradient; of each parameter that got one, what it was."""
-    found: dict[str, Looked] = {}
+    found: dict[str, GradientFacts] = {}
 
     def look(name: str, grad: torch.Tensor) -> None:
-        found[name] = looked_at(grad)
+        found[name] = facts_of(grad)
 
     with each_gradient(optimizer, look):
         yield found

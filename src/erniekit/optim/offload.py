@@ -45,11 +45,12 @@ class OnDevice:
 
 
 class InHost(OnDevice):
-    """States are in pinned host memory and come to the device for the update: all together, or one parameter's at a
-    time (tensorwise_offload_optimizer). States of parameters in host memory are there already and stay."""
+    """States are in host memory, pinned where the device's copies gain by it, and come to the device for the update:
+    all together, or one parameter's at a time (tensorwise_offload_optimizer). States of parameters in host memory are
+    there already and stay."""
 
-    def __init__(self, one_by_one: bool = False) -> None:
-        self.one_by_one = one_by_one
+    def __init__(self, device: Device, one_by_one: bool = False) -> None:
+        self.device, self.one_by_one = device, one_by_one
         self._spare: list[torch.Tensor] = []  # unused ends of pinned blocks
         self._busy: set[torch.device] = set()  # that copies to the host were started on
 
@@ -69,7 +70,7 @@ class InHost(OnDevice):
 
     def settle(self) -> None:
         for device in self._busy:
-            torch.accelerator.synchronize(device)
+            self.device.synchronise(device)
         self._busy.clear()
 
     def _pinned(self, size: int) -> torch.Tensor:
@@ -78,7 +79,8 @@ class InHost(OnDevice):
         fits = (i for i, spare in enumerate(self._spare) if len(spare) >= taken)
         at = next(fits, None)
         if at is None:
-            block = torch.empty(max(BLOCK, 1 << (taken - 1).bit_length()), dtype=torch.uint8, pin_memory=True)
+            size_of_block = max(BLOCK, 1 << (taken - 1).bit_length())
+            block = torch.empty(size_of_block, dtype=torch.uint8, pin_memory=self.device.pins_memory)
         else:
             block = self._spare.pop(at)
         if len(block) - taken >= _ALIGN:
@@ -92,8 +94,8 @@ class Streamed(InHost):
     never all of them, and copies cost no time while there is as much to compute."""
 
     def __init__(self, device: Device, ahead: int) -> None:
-        super().__init__(one_by_one=True)
-        self.device, self.ahead = device, ahead
+        super().__init__(device, one_by_one=True)
+        self.ahead = ahead
         self._arriving, self._leaving = device.stream(), device.stream()
         self._coming: dict[int, tuple[torch.Tensor, Event]] = {}  # id of a kept state -> its copy, and when it is there
         self._left: set[int] = set()  # ids of states that were stored, and may still be on their way
@@ -162,10 +164,10 @@ class Streamed(InHost):
 AHEAD = {False: 4, True: 1}  # parameters whose states are on their way: offload_optim, tensorwise_offload_optimizer
 
 
-def states_home(offload: bool, one_by_one: bool, device: Device | None = None) -> OnDevice:
+def states_home(offload: bool, one_by_one: bool, device: Device) -> OnDevice:
     """From the two keys offload_optim and tensorwise_offload_optimizer; the second is enough."""
     if not offload and not one_by_one:
         return OnDevice()
-    if device is not None and device.asynchronous and device.pins_memory:
+    if device.asynchronous and device.pins_memory:
         return Streamed(device, AHEAD[one_by_one])
-    return InHost(one_by_one)
+    return InHost(device, one_by_one)

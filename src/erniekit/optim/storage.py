@@ -21,12 +21,13 @@ WIDE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 @dataclass(frozen=True)
 class Storage:
     """moments: fp32, bf16 or 8bit. masters, of 16-bit weights: fp32 (a copy), exact16 (the 16 bits that the weight
-    lacks) or none (only the weight, rounded by chance). fair: bf16 moments are rounded by chance, else to the nearest.
-    seed: of what is drawn by position. places: where a rank's parts lie in whole tensors; one not listed is whole."""
+    lacks) or none (only the weight, rounded by chance). stochastic: bf16 moments are rounded by chance, else to the
+    nearest. seed: of what is drawn by position. places: where a rank's parts lie in whole tensors; one not
+    listed is whole."""
 
     moments: str = "fp32"
     masters: str = "fp32"
-    fair: bool = True
+    stochastic: bool = True
     seed: int = 0
     places: Mapping[str, TensorPart] = field(default_factory=dict)
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from erniekit.devices.base import Device
-from erniekit.model_contract import seeing, spread, wrap
+from erniekit.model_contract import choose_kernels, packed_layers, spread, vision_language, wrap
 from erniekit.parallel import comm
 from erniekit.parallel.boundary import boundary_of
 from erniekit.parallel.compiled import compile_layers
@@ -34,7 +34,7 @@ from erniekit.parallel.recorded_tower import RecordedTower
 from erniekit.parallel.sharding import Sharding
 from erniekit.parallel.sharding_table import plain
 from erniekit.parallel.stages import cut
-from erniekit.parallel.tensor import PlacesInSlice, apply_tensor_parallel
+from erniekit.parallel.tensor import SlicedInsertion, apply_tensor_parallel
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ def parallelise(
         assert group is not None
         for layer in spread(model).blocks():
             layer.attn.inner.all_keys = KeysOfAll(group)
-        if (with_pictures := seeing(model)) is not None:
-            with_pictures.places = PlacesInSlice()
+        if (with_pictures := vision_language(model)) is not None:
+            with_pictures.insert = SlicedInsertion()
     apply_tensor_parallel(model, sharding, world)
     apply_expert_parallel(model, sharding, world, options.dispatch)
     parts = cut(model, sharding, world)
-    inputs = HostInputs() if options.offload_recompute_inputs else None
+    inputs = HostInputs(device) if options.offload_recompute_inputs else None
     hosted: list[HostLayers] = []
     shards: list[PackedShards] = []
     for _, part in parts:
@@ -85,8 +85,7 @@ def parallelise(
         if options.recompute and not whole:
             apply_recompute(part, options.recompute, options.no_recompute_layers, inputs)
         if device.triton:
-            for choose in [m.choose_kernels for m in part.modules() if hasattr(m, "choose_kernels")]:
-                choose(device.handle)  # type: ignore[operator]
+            choose_kernels(part, device.handle)
         if options.compile:
             # Kernels that take packs as they are multiply 16-bit numbers, and ranks of a sequence have packs only.
             on_host = not device.triton or (world.layout.cp > 1 and compute == torch.float32)
@@ -121,7 +120,7 @@ def parallelise(
 def _record(part: nn.Module, device: Device, batches: Graphed) -> None:
     graphs = GraphedLayers(spread(part), device, batches)
     wrap(part, lambda _: graphs, "run_layers")
-    if (with_pictures := seeing(part)) is not None:
+    if (with_pictures := vision_language(part)) is not None:
         with_pictures.run_tower = RecordedTower(with_pictures.tower, device)
 
 
@@ -152,9 +151,8 @@ def _pack(
 ) -> None:
     """Frozen weights that are not kept plain, one after the other: memory holds one of them both ways at most."""
     on_host = device.handle.type == "cpu"
-    for name, module in part.named_modules():
-        holder: Any = module
-        if getattr(holder, "packed_shape", None) is None or holder.is_packed:
+    for name, holder in packed_layers(part).items():
+        if holder.is_packed:
             continue
         weight = weight_of(name)
         sharding.packed.add(weight)

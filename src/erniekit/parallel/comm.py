@@ -81,15 +81,6 @@ def broadcast(x: torch.Tensor, source: int, group: ProcessGroup | None = None) -
     dist.broadcast(x, _global(source, group), group=group)
 
 
-def send(x: torch.Tensor, place: int, group: ProcessGroup | None = None) -> None:
-    """Returns when the tensor may be changed."""
-    dist.send(x, _global(place, group), group=group)
-
-
-def recv(x: torch.Tensor, place: int, group: ProcessGroup | None = None) -> None:
-    dist.recv(x, _global(place, group), group=group)
-
-
 def isend(x: torch.Tensor, place: int, group: ProcessGroup | None = None, tag: int = 0) -> dist.Work:
     """Sends while the caller goes on; `wait` on what is returned ends it."""
     work = dist.isend(x, _global(place, group), group=group, tag=tag)

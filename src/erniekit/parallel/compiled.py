@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from erniekit.kernels.kernel_op import see_into_kernels
-from erniekit.model_contract import spread, wrap
+from erniekit.model_contract import row_functions, spread, waits_for_host, wrap
 
 SHAPES = 64  # programs of one layer's code at most: rows of evaluation, packs of very many documents
 
@@ -22,7 +22,7 @@ BACKEND = "inductor"  # torch's; its tests on a CPU take one that compiles nothi
 def compile_layers(part: nn.Module, packs_on_host: bool = False, shards_inside: bool = False) -> None:
     """Each decoder layer as a whole: they are alike, so one compilation serves them all.
 
-    A module that waits for the host (`waits_for_host`) is left as it is, and what is around it becomes several graphs;
+    A module that waits for the host is left as it is, and what is around it becomes several graphs;
     so does a layer with experts where fully_shard gathers weights within it (shards_inside), and any layer
     where no kernel takes packed documents as they are (packs_on_host). In all others nothing may fall back to
     Python.
@@ -32,7 +32,7 @@ def compile_layers(part: nn.Module, packs_on_host: bool = False, shards_inside: 
     torch._dynamo.config.recompile_limit = max(SHAPES, torch._dynamo.config.recompile_limit)  # a limit met ends the run
     see_into_kernels()
     for _, layer in spread(part).held_layers():
-        waiting: list[Any] = [m for m in layer.modules() if getattr(m, "waits_for_host", False)]
+        waiting = [m for m in layer.modules() if waits_for_host(m)]
         for module in waiting:
             wrap(module, torch._dynamo.disable)
         whole = not waiting and not packs_on_host and not (shards_inside and layer.sparse)
@@ -41,11 +41,11 @@ def compile_layers(part: nn.Module, packs_on_host: bool = False, shards_inside: 
 
 
 def compile_row_functions(part: nn.Module) -> None:
-    """Functions of modules that name them in `by_row`: element by element, of as many rows as there are this time. One
-    compilation serves all modules that have the same one."""
+    """Functions that go element by element, of as many rows as there are this time (`row_functions`). One compilation
+    serves all modules that have the same one."""
     done: dict[Any, Any] = {}
     for module in part.modules():
-        for name in getattr(module, "by_row", ()):
+        for name in row_functions(module):
             function = getattr(module, name)
             if function not in done:
                 done[function] = _over_rows(torch.compile(function, fullgraph=True, backend=BACKEND))

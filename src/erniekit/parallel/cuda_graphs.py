@@ -88,7 +88,7 @@ class GraphedLayers:
         if self.model.config.vision is not None and ctx.lengths is None:  # text alone: its vision experts have no rows
             return False
         inners = [layer.attn.inner for layer in self.model.layers]
-        return all(hasattr(inner, "takes") and inner.takes(x_BLH.dtype, ctx) for inner in inners)
+        return all(inner.takes(x_BLH.dtype, ctx) for inner in inners)
 
     def _may_record(self) -> bool:
         """Recording rehearses in ordinary memory what it then keeps in memory of its own: a step's activations twice.

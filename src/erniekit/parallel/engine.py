@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from erniekit.devices.base import Device
-from erniekit.model_contract import seeing
+from erniekit.model_contract import vision_language
 from erniekit.parallel import comm, context
 from erniekit.parallel.compiled import eager
-from erniekit.parallel.early_sums import EarlySums
 from erniekit.parallel.fsdp import reshard, set_sharing
 from erniekit.parallel.gradients import GradientSync
 from erniekit.parallel.mesh import World
+from erniekit.parallel.overlapped_reduce import OverlappedReduce
 from erniekit.parallel.reduce import all_reduce, on_host
 from erniekit.parallel.step_metrics import StepMetrics
 
@@ -131,22 +131,22 @@ class Engine:
         if last:
             self.last_backward()
 
-    def early_sums(
+    def overlapped_reduce(
         self,
         params: Mapping[str, torch.Tensor],
         gradient_of: Callable[[str], torch.Tensor | None],
         keep: Callable[[str, torch.Tensor], None],
-    ) -> EarlySums | None:
-        """Sums of gradients that begin inside backward (early_sums.py); None where ranks exchange other tensors there:
+    ) -> OverlappedReduce | None:
+        """Sums of gradients that begin inside backward; None where ranks exchange other tensors there:
         calls in two groups may come in another order on another rank, and NCCL would hang."""
         layout, group = self.world.layout, None if self.sync is None else self.sync.replica_group
         if self.sync is None or group is None or self.pipeline is not None or not layout.whole_layers:
             return None
-        if any(seeing(part) is not None for part in self.parts):  # whose backward has sums of its own
+        if any(vision_language(part) is not None for part in self.parts):  # whose backward has sums of its own
             return None
         if on_host(group) and self.device.type != "cpu":
             return None
-        return EarlySums({name: params[name] for name in self.sync.names}, group, gradient_of, keep)
+        return OverlappedReduce({name: params[name] for name in self.sync.names}, group, gradient_of, keep)
 
     def _read_records(self) -> None:
         """What the layers noted of every micro-batch, into the step metrics."""
@@ -171,7 +171,8 @@ class Engine:
 
     def _mine(self, batch: Any) -> Any:
         layout, at = self.world.layout, self.world.at
-        picture_tokens = getattr(self.model, "picture_tokens", None)  # of models with vision
+        with_pictures = vision_language(self.model)
+        picture_tokens = None if with_pictures is None else with_pictures.picture_tokens
         cut = context.split(batch, at["cp"], layout.cp, picture_tokens)
         return cut.to(self.device, self.hardware.pins_memory)
 

@@ -50,16 +50,16 @@ def _exchange(here: nn.Module, total: int, world: World, group: ProcessGroup | N
     cut_tokens = "slices" if layout.sequence_parallel else "copies"
     if group is None:
         assert tp is not None
-        return Everyone(here, tp, cut_tokens)
+        return AllGatherExchange(here, tp, cut_tokens)
     shares = [share(total, layout.expert_ranks, place) for place in range(layout.expert_ranks)]
-    mine = SomeHere(shares[layout.expert_place(world.rank)[0]])
+    mine = OwnExpertsExchange(shares[layout.expert_place(world.rank)[0]])
     if layout.experts_over == "tp" and (cut_tokens == "copies" or dispatch == "all_gather"):
-        return Everyone(mine, group, cut_tokens)
+        return AllGatherExchange(mine, group, cut_tokens)
     if dispatch == "all_to_all":
-        spread: nn.Module = AllToAll(group, shares)
+        spread: nn.Module = AllToAllExchange(group, shares)
     else:
-        spread = Everyone(mine, group, "any")
-    return Everyone(spread, tp, cut_tokens) if layout.experts_over == "data" and tp is not None else spread
+        spread = AllGatherExchange(mine, group, "any")
+    return AllGatherExchange(spread, tp, cut_tokens) if layout.experts_over == "data" and tp is not None else spread
 
 
 def _shrink_experts(experts: nn.Module, name: str, sharding: Sharding, world: World) -> int:
@@ -90,7 +90,7 @@ def _size(span: Range) -> int:
     return span[1] - span[0]
 
 
-class Everyone(nn.Module):
+class AllGatherExchange(nn.Module):
     """Every rank of the group gets the tokens of all and computes its experts' part of each; the parts are summed.
 
     tokens: "copies" (all have the same ones), "slices" (each its own, equally many), "any" (each its own).
@@ -122,7 +122,7 @@ def _most(value: int, device: torch.device, group: ProcessGroup) -> int:
     return int(most)
 
 
-class SomeHere(nn.Module):
+class OwnExpertsExchange(nn.Module):
     """Of the tokens' choices those whose experts are here."""
 
     waits_for_host = True
@@ -139,7 +139,7 @@ class SomeHere(nn.Module):
         return experts(x_TH, order._replace(row_of=order.row_of[:n]), routing.weights)  # type: ignore[no-any-return]
 
 
-class AllToAll(nn.Module):
+class AllToAllExchange(nn.Module):
     """Each row goes to the rank that has its expert together with its weight, and the weighted output comes back."""
 
     waits_for_host = True

@@ -5,18 +5,18 @@ Called by engine.py. What fsdp has reduced already is not touched.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping
 
 import torch
 from torch.distributed import ProcessGroup
 
+from erniekit.kernels.wide_squares import sum_of_squares
 from erniekit.parallel import comm
 from erniekit.parallel.mesh import AXES, World
 from erniekit.parallel.reduce import all_reduce
 from erniekit.parallel.sharding import Box, Sharding
 
 BUCKET = 64 * 1024 * 1024  # elements reduced in one call
-WIDE = 16 * 1024 * 1024  # elements of a gradient that are in fp64 at once
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -73,7 +73,7 @@ class GradientSync:
         return self.world.layout.tp > 1 and any(self._repeated(n) for n in self.sharding.names())
 
     def reduce(self, grads: Mapping[str, torch.Tensor], done: Container[str] = ()) -> None:
-        """grads of all names, fp32; changed in place. done: those that are sums already (early_sums.py)."""
+        """grads of all names, fp32; changed in place. done: those that are sums already (overlapped_reduce.py)."""
         if self.partial:
             _all_reduce([local(grads[n]) for n in self.partial], self.world.group("tp"))
         for name in self.repeated:
@@ -102,28 +102,12 @@ class GradientSync:
 
     def norm(self, grads: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Of the whole model's gradient, each element counted once, the same bits on every rank."""
-        total = None
-        for name, grad in grads.items():
-            for box in self.counted[name]:
-                for square in _squares(local(grad)[box.local_slices]):
-                    total = square if total is None else total + square
-        if total is None:
-            device = next((local(g).device for g in grads.values()), torch.device("cpu"))
-            total = torch.zeros((), dtype=torch.float64, device=device)
+        device = next((local(g).device for g in grads.values()), torch.device("cpu"))
+        pieces = (local(grad)[box.local_slices] for name, grad in grads.items() for box in self.counted[name])
+        total = sum_of_squares(pieces, device)
         if self.model_group is not None:
             all_reduce(total, self.model_group)
         return total.sqrt().float()
-
-
-def _squares(piece: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Sums of squares in fp64, of some rows at a time: torch has no reduction that widens fp32 on the way, and a wide
-    copy of an embedding's gradient is twice its size."""
-    if not piece.numel():
-        return
-    piece = piece.reshape(-1) if piece.dim() == 0 else piece
-    rows = max(1, WIDE * piece.shape[0] // piece.numel())
-    for part in piece.split(rows):
-        yield part.to(torch.float64, copy=True).square_().sum()
 
 
 def _all_reduce(tensors: list[torch.Tensor], group: ProcessGroup | None) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from erniekit.devices.base import Device
-from erniekit.model_contract import spread, wrap
+from erniekit.model_contract import packed_layers, spread, wrap
 from erniekit.parallel.packed_bytes import PackedTensor, after, seen_in
 
 BLOCK = 1 << 26  # bytes of host memory at a time: torch pins powers of two, whatever the request
@@ -47,7 +47,7 @@ class HostLayers:
     def take(self, holder: nn.Module) -> None:
         """After a holder of weights was packed; nothing is done for those of other layers."""
         for number, layer in self.layers.items():
-            holders = [m for m in layer.modules() if getattr(m, "packed_shape", None) is not None]
+            holders = list(packed_layers(layer).values())
             if any(m is holder for m in holders) and all(m.is_packed for m in holders):
                 self._to_host(number, holders)
 

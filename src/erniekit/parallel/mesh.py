@@ -1,6 +1,6 @@
 """Layout: how many ranks each axis has, which rank is where, and which products fit. World: this process among them.
 
-Made by recipes/build.py from the config; everything else is handed one. Order, outermost first: pp, dp, fsdp, cp, tp,
+Made by world.py and recipes/run_plan.py; everything else is handed one. Order, outermost first: pp, dp, fsdp, cp, tp,
 so that tensor-parallel ranks are neighbours (one node) and pipeline stages may be far apart.
 """
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from erniekit.kernels.stored import kind_named
 from erniekit.kernels.stored.base import SLOTS
-from erniekit.model_contract import spread, wrap
+from erniekit.model_contract import packed_layers, spread, wrap
 from erniekit.parallel.gradients import local
 from erniekit.parallel.packed_bytes import NAME, PackedTensor, after, seen_in
 from erniekit.parallel.sharding import Sharding
@@ -76,7 +76,7 @@ def _owners(
         dealt = [bank.experts for bank in layer.mlp.banks()] if layer.sparse else []
         of_layer: dict[nn.Module, str] = {}
         for owner in (*(dealt if sharding.layout.experts_over_data else ()), layer):
-            inside = {m: names[m] for m in owner.modules() if getattr(m, "packed_shape", None) is not None}
+            inside: dict[nn.Module, str] = {m: names[m] for m in packed_layers(owner).values()}
             mine = {m: name for m, name in inside.items() if m not in of_layer}
             of_layer |= mine
             if mine and sharding.packed_ranks(weight_of(next(iter(mine.values())))) > 1:

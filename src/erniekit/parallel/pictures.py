@@ -29,7 +29,7 @@ def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
 
 
 class DealtPictures(nn.Module):
-    """In the slot of models.layers.seeing.LocalLook.
+    """In the slot of models.layers.vision_language.LocalEncoder.
 
     sliced: a rank's gradients of the features are those of its own slice of the rows, to be summed; else each rank has
     all of them. Either way it passes on those of its own pictures: the tower's gradients are summed over the ranks.
@@ -46,7 +46,7 @@ class DealtPictures(nn.Module):
         mine = hands[self.rank]
         patches = [part for n, part in enumerate(vision.patches.split(grids.prod(1).tolist())) if n in mine]
         chosen = torch.cat(patches) if patches else vision.patches[:0]
-        own = model.see(chosen, grids[torch.tensor(mine, dtype=torch.int64)])
+        own = model.encode_here(chosen, grids[torch.tensor(mine, dtype=torch.int64)])
         most = max(sum(tokens[n] for n in hand) for hand in hands)
         starts = torch.tensor([0, *tokens]).cumsum(0).tolist()
         place_of = torch.empty(starts[-1], dtype=torch.int64)

@@ -55,18 +55,6 @@ class Timeline:
         most = max(self.busy(rank) for rank in range(len(self.ranks)))
         return 1 - most / self.seconds if self.seconds else 0.0
 
-    def most_held(self, rank: int) -> int:
-        """Forward passes whose activations a rank holds at once."""
-        held = most = 0
-        split = any(span.action.kind == WEIGHT for span in self.ranks[rank])
-        whole = {s.action[1:] for s in self.ranks[rank] if s.action.kind == BACKWARD}
-        for span in self.ranks[rank]:
-            kind, *of = span.action
-            freed = kind == BACKWARD or (kind == WEIGHT if split and tuple(of) not in whole else kind == INPUT)
-            held += (kind == FORWARD) - freed
-            most = max(most, held)
-        return most
-
 
 Seconds = Callable[[Action], float]
 

@@ -65,11 +65,14 @@ def experts_in() -> Rule:
 
 
 def replicate() -> Rule:
+    """Whole on every rank, and each applies it to the same numbers: gradients are equal already."""
     return Rule("replicate")
 
 
 def dealt() -> Rule:
-    """Whole on every rank, and each works on things of its own (pictures.py): gradients are summed."""
+    """Whole on every rank, and each applies it to things of its own: gradients are summed. A weight over the channels
+    of a head, where heads are cut (a norm of queries and keys); a vision tower, whose pictures are dealt out
+    (pictures.py)."""
     return Rule("dealt")
 
 

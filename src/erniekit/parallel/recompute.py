@@ -15,6 +15,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from erniekit.devices.base import Device, Event
 from erniekit.model_contract import spread, wrap
 
 IN_FLIGHT = 2  # inputs on their way to the host: one layer computes while the one before it is copied
@@ -64,25 +65,29 @@ def _again(function: Callable[..., Any], inputs: HostInputs | None) -> Callable[
 
 
 class HostInputs:
-    """Tensors kept in pinned host memory from forward to backward. The copies run parallel to the computation; a tensor
-    is freed once its copy has ended, so that no more than IN_FLIGHT of them take device memory. Those of the CPU stay.
-    """
+    """Tensors of the device kept in host memory from forward to backward. Where it has streams the copies run parallel
+    to the computation; a tensor is freed once its copy has ended, so that no more than IN_FLIGHT of them take device
+    memory. What is in host memory already stays."""
 
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.Stream] = {}
-        self._leaving: deque[tuple[torch.Event, torch.Tensor]] = deque()
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._copies = device.stream() if device.asynchronous else None
+        self._leaving: deque[tuple[Event, torch.Tensor]] = deque()
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        if tensor.device.type == "cpu":
+        here = self.device.handle.type
+        if tensor.device.type != here or (here == "cpu" and self._copies is None):
             return tensor
-        now = torch.accelerator.current_stream(tensor.device)
+        kept = torch.empty_like(tensor, device="cpu", pin_memory=self.device.pins_memory)
+        if self._copies is None:
+            return kept.copy_(tensor.detach()), tensor.device, None
+        now = self.device.current_stream()
         self._let_go(now, IN_FLIGHT - 1)
-        copies = self._streams.setdefault(tensor.device, torch.Stream(tensor.device))
-        copies.wait_stream(now)
-        kept = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        with copies:
+        self._copies.wait_stream(now)
+        done = self.device.event()
+        with self.device.on_stream(self._copies):
             kept.copy_(tensor.detach(), non_blocking=True)
-        done = copies.record_event()
+            done.record()
         self._leaving.append((done, tensor.detach()))
         return kept, tensor.device, done
 
@@ -90,13 +95,14 @@ class HostInputs:
         if isinstance(packed, torch.Tensor):
             return packed
         kept, device, done = packed
-        now = torch.accelerator.current_stream(device)
-        self._let_go(now, 0)
-        now.wait_event(done)
+        if done is not None:
+            now = self.device.current_stream()
+            self._let_go(now, 0)
+            now.wait_event(done)
         result: torch.Tensor = kept.to(device, non_blocking=True)
         return result
 
-    def _let_go(self, now: torch.Stream, left: int) -> None:
+    def _let_go(self, now: Any, left: int) -> None:
         """Memory given back is taken again by work on `now`, which therefore first waits for the copy out of it."""
         while len(self._leaving) > left:
             done, _ = self._leaving.popleft()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from erniekit.model_contract import spread
+from erniekit.model_contract import parts_of, spread
 from erniekit.parallel.mesh import Layout
 from erniekit.parallel.plan import Plan
 from erniekit.parallel.sharding import Heads, Sharding
@@ -26,8 +26,8 @@ def sharding_of(model: nn.Module, plan: Plan, layout: Layout) -> Sharding:
     config = spread(model).config
     part_rows = {}
     for name, module in model.named_modules():
-        if isinstance(getattr(module, "parts", None), tuple):
-            part_rows[name] = module.parts
+        if (parts := parts_of(module)) is not None:
+            part_rows[name] = parts
     sharding = Sharding(
         {plain(name): tuple(param.shape) for name, param in model.named_parameters()},
         plan,

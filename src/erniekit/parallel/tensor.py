@@ -6,13 +6,13 @@ Called by apply.py on a model whose weights have no memory yet. Names stay as th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from erniekit.model_contract import bare, pairs_of, seeing, spread
+from erniekit.model_contract import bare, bias_adder, pairs_of, parts_of, spread, vision_language, weight_holder
 from erniekit.parallel.collectives import copy_to, gather_from, scatter_sum, sum_from
 from erniekit.parallel.mesh import World
 from erniekit.parallel.pictures import DealtPictures
@@ -24,11 +24,15 @@ SEQUENCE = 1  # activations are [B, L, H]
 
 
 class RepeatedKV(nn.Module):
-    """Around the inner attention of a rank whose query heads do not share kv heads evenly: one kv head a query head."""
+    """An InnerPart around the inner attention of a rank whose query heads do not share kv heads evenly: one kv head a
+    query head."""
 
     def __init__(self, inner: nn.Module, kv_of: tuple[int, ...]) -> None:
         super().__init__()
         self.inner, self.kv_of = inner, list(kv_of)
+
+    def takes(self, dtype: torch.dtype, ctx: Any) -> bool:
+        return False
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: Any) -> torch.Tensor:
         if not self.kv_of:
@@ -58,8 +62,8 @@ def apply_tensor_parallel(model: nn.Module, sharding: Sharding, world: World) ->
         else:
             assert isinstance(base, nn.Linear)
             _leave_summed(module, base, group, sp)
-    if (with_pictures := seeing(model)) is not None:
-        with_pictures.look = DealtPictures(group, tp, sliced=sp)
+    if (with_pictures := vision_language(model)) is not None:
+        with_pictures.encode = DealtPictures(group, tp, sliced=sp)
     if sp:
         _work_on_slices(model, tp, world.layout.tp)
     _share_heads(model, sharding, tp)
@@ -76,24 +80,23 @@ def local_like(param: nn.Parameter, shape: tuple[int, ...]) -> nn.Parameter:
 
 def _shrink(module: nn.Module, base: nn.Module, name: str, sharding: Sharding, tp: int) -> None:
     """Local weights, biases and adapters, and the row counts others read from the module."""
-    holder: Any = base
+    holder, linear, adapted = weight_holder(base), cast("Any", base), cast("Any", module)
     for leaf, param in list(base.named_parameters(recurse=False)):
-        if leaf != "weight" or not hasattr(base, "cut_to"):
+        if leaf != "weight" or holder is None:
             setattr(base, leaf, local_like(param, sharding.tp_shape(f"{name}.{leaf}", tp)))
-    if hasattr(base, "cut_to"):
+    if holder is not None:
         holder.cut_to(sharding.tp_shape(f"{name}.weight", tp))
-        holder.out_features, holder.in_features = holder.held_shape
+        linear.out_features, linear.in_features = holder.held_shape
     elif isinstance(base, nn.Linear):
         base.out_features, base.in_features = base.weight.shape
-    parts = getattr(base, "parts", None)
-    if parts is not None:
-        base.parts = module.parts = _local_parts(parts, sharding, name, tp)  # type: ignore[assignment]
-    elif hasattr(module, "parts"):
-        module.parts = ((module.parts[0][0], base.out_features),)  # type: ignore[assignment,index]
+    if (parts := parts_of(base)) is not None:
+        linear.parts = adapted.parts = _local_parts(parts, sharding, name, tp)
+    elif (parts := parts_of(module)) is not None:
+        adapted.parts = ((parts[0][0], linear.out_features),)
     for key, pair in pairs_of(module).items():
         for side, param in list(pair.named_parameters()):
             setattr(pair, side, local_like(param, sharding.tp_shape(f"{name}.lora.{key}.{side}", tp)))
-        rows = dict(module.parts)  # type: ignore[arg-type]
+        rows = dict(adapted.parts)
         pair.parts = tuple((part, rows[part]) for part, _ in pair.parts)
 
 
@@ -120,8 +123,8 @@ def _entering(group: ProcessGroup, sp: bool) -> Callable[..., Any]:
 
 def _leave_summed(module: nn.Module, base: nn.Linear, group: ProcessGroup, sp: bool) -> None:
     """The partial products are summed; the bias is added once, to the sum."""
-    assert hasattr(base, "adds_bias")
-    base.adds_bias = False  # type: ignore[assignment]
+    linear = bias_adder(base)
+    linear.adds_bias = False
 
     def hook(_: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
         out = scatter_sum(out, SEQUENCE, group) if sp else sum_from(out, group)
@@ -135,14 +138,14 @@ def _work_on_slices(model: nn.Module, tp: int, ranks: int) -> None:
     for layer in spread(model).blocks():
         if layer.sparse:
             layer.mlp.piece = (tp, ranks)
-    if (with_pictures := seeing(model)) is not None:
-        with_pictures.places = PlacesInSlice(tp, ranks)
+    if (with_pictures := vision_language(model)) is not None:
+        with_pictures.insert = SlicedInsertion(tp, ranks)
     spread(model).row_slice = (tp, ranks)
 
 
-class PlacesInSlice(nn.Module):
-    """In the slot of models.layers.seeing.LocalPlaces: this rank has a slice of every row. A place behind all
-    tokens is none."""
+class SlicedInsertion(nn.Module):
+    """In the slot of models.layers.vision_language.LocalInsertion: this rank has a slice of every row. A place behind
+    all tokens is none."""
 
     def __init__(self, rank: int = 0, ranks: int = 1) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
@@ -71,17 +71,11 @@ def evaluate(job: Job, layout: Layout, place: Site, exact: bool = False) -> Cand
         return Candidate(layout, micro_batches, what, "length")
     if job.schedule == "zero_bubble" and layout.pp > 1 and layout.fsdp > 1:
         return Candidate(layout, micro_batches, "pp_schedule: zero_bubble and sharded weights", "schedule")
-    stages = pipeline_stages(job, layout)
-    works = _works(job, layout, micro_batches, place.card.triton)
-    helds = _helds(job, layout, micro_batches)
-    how = "full" if job.recompute in ("", "auto", "full") else job.recompute
     per_rank, again, worst, away = [], [], 0.0, 0.0
-    for rank in range(layout.pp) if exact else stages.fullest:
-        held = helds(rank)
-        count = _recomputed(job, held, len(stages.numbers[rank]), works, rank, place.room)
-        work = works(rank, count, how)
+    ranks = range(layout.pp) if exact else pipeline_stages(job, layout).fullest
+    for held, work, recomputed in _of_ranks(job, layout, ranks, place.room, place.card.triton):
         per_rank.append(rounded(bytes_of(job.model, held, work)))
-        again += stages.numbers[rank][:count]
+        again += recomputed
         if exact:
             skewed = replace(work.work, cuts=replace(work.work.cuts, rows=_worst_rows(job, layout)))
             worst = max(worst, ROUNDING * peak(job.model, held, skewed))
@@ -96,6 +90,26 @@ def evaluate(job: Job, layout: Layout, place: Site, exact: bool = False) -> Cand
         exact=times.exact, away=away, times=times.piped,
     )  # fmt: skip
     return replace(made, keys=written_keys(job, made)) if exact else made
+
+
+def computed_again(job: Job, layout: Layout, room: float, fused: bool) -> tuple[tuple[int, ...], Bytes]:
+    """The layers that must be, by number, so that every rank's bytes fit `room`, and the bytes of the fullest."""
+    each = list(_of_ranks(job, layout, range(layout.pp), room, fused))
+    most = max((rounded(bytes_of(job.model, held, work)) for held, work, _ in each), key=lambda one: one.total)
+    return tuple(sorted(n for _, _, recomputed in each for n in recomputed)), most
+
+
+def _of_ranks(
+    job: Job, layout: Layout, ranks: Iterable[int], room: float, fused: bool
+) -> Iterator[tuple[Held, Counted, list[int]]]:
+    """Of each pipeline rank: what it holds, what it computes, and the layers that it computes again to fit `room`."""
+    micro_batches, stages = job.micro_batches(layout), pipeline_stages(job, layout)
+    works, helds = _works(job, layout, micro_batches, fused), _helds(job, layout, micro_batches)
+    how = "full" if job.recompute in ("", "auto", "full") else job.recompute
+    for rank in ranks:
+        held, numbers = helds(rank), stages.numbers[rank]
+        count = _recomputed(job, held, len(numbers), works, rank, room)
+        yield held, works(rank, count, how), numbers[:count]
 
 
 def largest(found: Bytes) -> str:
@@ -228,7 +242,9 @@ def work_of(
         vocabulary=ceil(job.model.outputs / layout.tp),
         cuts=cuts_of(layout),
         kernels=Kernels(fused and job.compute == 2, job.rank, job.compute, job.in_fp8("experts")),
-        seeing=job.seeing / (layout.tp * layout.cp) if rank == 0 else 0.0,  # pictures are dealt out among those ranks
+        vision_kept=job.vision_kept / (layout.tp * layout.cp)
+        if rank == 0
+        else 0.0,  # pictures are dealt out among those ranks
         compared=_compared(job, tokens) if last else 0.0,
     )
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from erniekit.kernels.stored import multiplied_in_fp8
 from erniekit.models.config import DecoderConfig
 from erniekit.parallel.mesh import CONFIG_KEYS, Layout
 from erniekit.planner.static_bytes import Blocks
-from erniekit.weight_kinds import BF16, PLAIN, kinds_of, multiplied_in_fp8
+from erniekit.weight_kinds import BF16, PLAIN, kinds_of
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Job:
     data_only: bool = False  # no axis but data parallelism and sharding
     compute: int = 2  # bytes
     offload_optimiser: bool = False
-    seeing: float = 0.0  # bytes that a vision tower and its resampler keep of a micro-batch
+    vision_kept: float = 0.0  # bytes that a vision tower and its resampler keep of a micro-batch
     schedule: str = "auto"  # of a pipeline
     replayed: bool = False  # layers are: the host launches none of their kernels
     base: str = BF16  # what frozen weights are kept as, and what they are multiplied in

@@ -79,7 +79,7 @@ class Work:
     pairs: bool = False  # DPO: the head's gradient waits for both answers
     cuts: Cuts = UNCUT
     kernels: Kernels = field(default_factory=lambda: FUSED)
-    seeing: float = 0.0  # bytes that a vision tower and its resampler keep of a micro-batch, where they are here
+    vision_kept: float = 0.0  # bytes that a vision tower and its resampler keep of a micro-batch, where they are here
     compared: float = 0.0  # bytes of a teacher's states and of both models' logits while the loss is formed
 
 
@@ -204,14 +204,14 @@ def _at_loss(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> Parts:
         # Softmax turns logits into their gradient in place; without Triton it makes fp32 copies.
         logits = rows * work.vocabulary * (work.kernels.bytes if work.kernels.fused else 12.0)
         logits += held.head_gradient + c.hidden_size * work.kernels.bytes * 2.0 * work.head_tokens
-    activations = work.in_flight * (layers.all + work.seeing) + hidden
+    activations = work.in_flight * (layers.all + work.vision_kept) + hidden
     return before, held.optimiser, activations, logits + work.compared
 
 
 def _at_first(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> Parts:
     before = held.gradients if held.from_start else 0.0
     hidden = c.hidden_size * work.kernels.bytes * work.tokens
-    activations = work.in_flight * (layers.all + work.seeing) + hidden + layers.last_inside
+    activations = work.in_flight * (layers.all + work.vision_kept) + hidden + layers.last_inside
     gradients = before + held.layer_gradients + held.head_gradient / 2
     return gradients, held.optimiser, activations, 0.0
 
@@ -220,7 +220,7 @@ def _at_first_again(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> P
     """Where backward comes to the layers that are computed again: those after them keep nothing any more."""
     before = held.gradients if held.from_start else held.gradients * layers.done
     hidden = c.hidden_size * work.kernels.bytes * work.tokens
-    others = (work.in_flight - 1) * layers.all + work.in_flight * work.seeing
+    others = (work.in_flight - 1) * layers.all + work.in_flight * work.vision_kept
     activations = others + layers.redone + hidden + layers.inside
     gradients = before + held.layer_gradients + held.head_gradient / 2
     return gradients, held.optimiser, activations, 0.0
@@ -229,7 +229,7 @@ def _at_first_again(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> P
 def _at_last(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> Parts:
     rest = max(0.0, work.in_flight - 1) * layers.all + layers.first
     extra = held.layer_gradients if held.from_start else 0.0
-    return held.gradients + extra, held.optimiser, rest + work.in_flight * work.seeing + layers.inside, 0.0
+    return held.gradients + extra, held.optimiser, rest + work.in_flight * work.vision_kept + layers.inside, 0.0
 
 
 def _at_update(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> Parts:

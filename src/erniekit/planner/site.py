@@ -1,4 +1,4 @@
-"""Where a layout is planned. For search.py, evaluate.py and step_time.py."""
+"""Where a layout is planned. Used by evaluate.py and step_time.py; plans hand it to search.py."""
 
 from __future__ import annotations
 

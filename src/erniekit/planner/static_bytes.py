@@ -1,7 +1,7 @@
 """Bytes of weights, gradients and optimiser states that a rank holds, from the sharding table the trainer works from.
 
-`of_rank` is exact, tensor by tensor. `Blocks` does the same for a search: of like layers one is counted, and of like
-ranks the first, which has the largest share of everything. Called by evaluate.py; tests count real ranks against it.
+`of_tensor` is exact. `Blocks` does the same for a search: of like layers one is counted, and of like ranks the first,
+which has the largest share of everything. Called by evaluate.py; tests count real ranks against it.
 """
 
 from __future__ import annotations
@@ -141,18 +141,6 @@ def _gradient(layout: Layout, storing: Storing, wide: bool, micro_batches: int) 
     """Bytes of a kept gradient: in 16 bit only where one micro-batch on one rank is all there is."""
     several = micro_batches > 1 or layout.size > 1
     return 4.0 if wide or several or not storing.fused else float(storing.compute)
-
-
-def of_rank(sharding: Sharding, rank: int, storing: Storing, micro_batches: int = 1) -> Share:
-    held = (name for name in sharding.names() if sharding.holds(name, rank))
-    return total(of_tensor(sharding, name, rank, storing, micro_batches) for name in held)
-
-
-def total(shares: Iterable[Share]) -> Share:
-    found = NOTHING
-    for share in shares:
-        found = found.plus(share)
-    return found
 
 
 def _standard(kind: bool, sparse: tuple[bool, ...], trained: frozenset[str]) -> int:

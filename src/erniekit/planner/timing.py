@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from erniekit.kernels.stored import bits_of
+from erniekit.kernels.stored import bits_of, kind_named
 from erniekit.models.config import DecoderConfig
 from erniekit.models.costs import (
     ATTENTION_BACKWARD,
@@ -23,7 +23,6 @@ from erniekit.parallel.mesh import Layout
 from erniekit.planner.cards import CardRates
 from erniekit.planner.job import Job
 from erniekit.planner.static_bytes import Share
-from erniekit.weight_kinds import PLAIN
 
 # Numbers read or written by the passes between products, both ways, per token: of width H, MLP width, heads; of a
 # choice's row: H and expert width.
@@ -113,12 +112,12 @@ def layer_time(job: Job, sparse: bool, layout: Layout, tokens: int, rates: CardR
 
 def unpacking(job: Job, role: str) -> tuple[float, float]:
     """Bytes that a packed weight takes to be made ready for a product: (in backward only, each way)."""
-    kind = job.stored(role)
-    if kind == PLAIN or not job.rank:
+    name, in_fp8 = job.stored(role), job.in_fp8(role)
+    if not job.rank:
         return 0.0, 0.0
-    if kind == "fp8":
-        return 2.0, 0.0  # transposed
-    return 0.0, bits_of(kind) / 8 + (1 if job.in_fp8(role) else job.compute)
+    if kind_named(name).as_it_lies:
+        return (2.0 if in_fp8 else 0.0), 0.0  # transposed, of fp8
+    return 0.0, bits_of(name) / 8 + (1 if in_fp8 else job.compute)
 
 
 def element_bytes(c: DecoderConfig, sparse: bool, each: int) -> float:
@@ -180,7 +179,7 @@ def update_time(share: Share, job: Job, rates: CardRates) -> float:
 
 def early_share(job: Job, layout: Layout, share: Share) -> float:
     """Of the gradients of data-parallel ranks, those whose sums begin inside the last backward pass
-    (parallel/early_sums.py): all but the embedding's, which comes last. An adapter's fit into one bucket."""
+    (parallel/overlapped_reduce.py): all but the embedding's, which comes last. An adapter's fit into one bucket."""
     if not layout.whole_layers or layout.pp > 1 or job.rank or job.model.vision is not None or not share.trained:
         return 0.0
     return max(0.0, 1 - job.model.vocab_size * job.model.hidden_size / share.trained)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from erniekit.checkpoint.model_folder import ModelFolder
-from erniekit.errors import CheckpointError, ConfigError, LaterError
+from erniekit.errors import CheckpointError, ConfigError, NotYetSupportedError
 from erniekit.models.config import DecoderConfig
 from erniekit.quant_schemes import CHANNEL, QuantRecipe, Scheme
 
@@ -17,7 +17,7 @@ GROUPS = (128, 64, 32)  # what kernels of serving engines have; the first that f
 
 def require_plain(source: ModelFolder) -> None:
     if source.config.vision is not None:
-        raise LaterError(
+        raise NotYetSupportedError(
             "quantising a vision-language model is not in this version",
             where=f"model_name_or_path: {source.path}",
             fix="serve it in 16 bit, or let the server quantise it",

@@ -54,7 +54,6 @@ def settings_of(cfg: RunConfig) -> LoRASettings:
         cfg.lora.lora_rank,
         cfg.lora.lora_alpha,
         rslora=cfg.lora.rslora,
-        rslora_plus=cfg.lora.rslora_plus,
         lora_plus_scale=cfg.lora.lora_plus_scale,
         targets=cfg.lora.lora_target_modules or None,
         shared_a=cfg.compat.shared_lora_a,
@@ -70,7 +69,7 @@ def starting_adapter(cfg: RunConfig, folder: ModelFolder, whole: nn.Module) -> A
     from erniekit.lora.base import check_files
 
     path = Path(cfg.lora.lora_path[0]).expanduser()
-    adapter = read_adapter(path, whole)
+    adapter = read_adapter(path, whole, folder.verify)
     check_files(path, folder.path, cfg.lora.override_base)
     return adapter
 

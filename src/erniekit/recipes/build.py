@@ -1,6 +1,6 @@
 """From a run's plan to a model ready to train, on one rank or many: meta model -> LoRA -> spread -> values.
 
-Called by recipes/training.py and doctor.py; this is where config values meet components.
+Called by recipes/training.py and doctor_command.py; this is where config values meet components.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Used by datasets.py, streaming.py and the stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from erniekit.config import RunConfig
@@ -23,6 +23,12 @@ class DataRows(NamedTuple):
     collate: Callable[..., Batch] = collate_pairs
     # Or by file, format and columns; None: preferences.
     kind: KindOf | None = None
+
+
+def rules_under(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """What keys decide of a TokeniseJob, by its fields: as a checkpoint recorded them."""
+    fields = {"max_seq_len": "max_seq_len", "overlong": "overlong", "train_thinking": "thinking"}
+    return {field: keys[key] for key, field in fields.items() if key in keys}
 
 
 def row_rules(cfg: RunConfig, rows: DataRows | None = None) -> RowRules:

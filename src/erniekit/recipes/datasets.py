@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from erniekit.data.loader import BatchLoader
 from erniekit.data.mix import SampleOrder
 from erniekit.data.pack import PackStream
 from erniekit.data.preference_collate import collate_pairs
+from erniekit.data.report import BadRowsFile
 from erniekit.data.staged import LENGTH, StagedPacks, difficulties
 from erniekit.data.stream_source import StreamSource
 from erniekit.data.token_cache import TokenSource, open_sources
@@ -28,8 +29,8 @@ from erniekit.data.types import Batch, Pack
 from erniekit.errors import ConfigError
 from erniekit.log import emit
 from erniekit.parallel.mesh import World
-from erniekit.recipes.data_rows import DataRows, row_rules
-from erniekit.recipes.dataset_files import dataset_files, file_shares
+from erniekit.recipes.data_rows import DataRows, row_rules, rules_under
+from erniekit.recipes.dataset_files import dataset_files, file_shares, one_of_several
 from erniekit.recipes.run_plan import RunPlan
 
 MICRO_BATCHES = 8  # of a run for each length that is compiled
@@ -89,9 +90,9 @@ class TrainData:
         """What a row's length must divide by, in this layout."""
         return self.world.layout.length_multiple
 
-    def fingerprints(self) -> list[str]:
-        """Of what is trained: content, and all that turns it into samples."""
-        return [source.fingerprint for source in self.sources]
+    def fingerprints(self, keys: Mapping[str, Any] | None = None) -> list[str]:
+        """Of what is trained: content, and all that turns it into samples; with other values of row_rules' `keys`."""
+        return [source.fingerprint_under(rules_under(keys or {})) for source in self.sources]
 
     def eval_fingerprints(self) -> list[str]:
         return [source.fingerprint for source in self.evaluation]
@@ -167,8 +168,7 @@ def open_data(plan: RunPlan, tokenizer: Tokenizer, output: Path, rows: DataRows 
     d, t = cfg.data, cfg.train
     need_training_data(cfg)
     # One rank reports bad rows; all read the same cache, made by the first that comes.
-    bad = output / "bad_rows.jsonl" if world.is_main else None
-    sources = sources_for(cfg, "train", tokenizer, bad, rows)
+    sources = sources_for(cfg, "train", tokenizer, BadRowsFile(output / "bad_rows.jsonl", world.is_main), rows)
     lengths = [source.lengths for source in sources]
     options: dict[str, Any] = dict(packing=d.packing, greedy=d.greedy_intokens, buffer_size=d.buffer_size)
     probs = file_shares(cfg, "train", [len(source) for source in sources])
@@ -202,8 +202,7 @@ def evaluation_sources(
     cfg, t = plan.config, plan.config.train
     if not cfg.data.eval_dataset_path or not (t.do_eval or t.evaluation_strategy != "no"):
         return []
-    bad = output / "bad_eval_rows.jsonl" if plan.world.is_main else None
-    return sources_for(cfg, "eval", tokenizer, bad, rows)
+    return sources_for(cfg, "eval", tokenizer, BadRowsFile(output / "bad_eval_rows.jsonl", plan.world.is_main), rows)
 
 
 def plain_stream(
@@ -252,13 +251,15 @@ def with_buckets(cfg: RunConfig, data: TrainData) -> TrainData:
 
 def with_data(plan: RunPlan, data: TrainData) -> RunPlan:
     """The plan with what the lengths of the data's rows and the steps decide; its notes are printed."""
-    packed = plan.full_size * (data.filled if plan.config.data.packing else 1.0)
-    usual = data.usual_size if data.lengths else packed
-    settled = plan.with_lengths(data.lengths, usual, data.max_steps)
+    settled = plan.with_lengths(data.lengths, usual_tokens(plan, data), data.max_steps)
     for note in settled.config.notes[len(plan.config.notes) :]:
         if not note.quiet:
             emit(f"note     {note}")
     return settled
+
+
+def usual_tokens(plan: RunPlan, data: TrainData) -> float:  # of a micro-batch, padding too
+    return data.usual_size if data.lengths else plan.full_size * (data.filled if plan.config.data.packing else 1.0)
 
 
 def bucket_lengths(
@@ -338,21 +339,22 @@ def every(strategy: str, steps: int, steps_per_epoch: int) -> int:
 
 
 def sources_for(
-    cfg: RunConfig, which: str, tokenizer: Tokenizer, bad_rows: Path | None, rows: DataRows | None = None
+    cfg: RunConfig, which: str, tokenizer: Tokenizer, bad_rows: Path | BadRowsFile | None, rows: DataRows | None = None
 ) -> list[TokenSource]:
     """The train or eval files, tokenised; their bad rows listed in one file."""
     d = cfg.data
     files, formats = dataset_files(cfg, which)
-    return open_sources(
-        [file.path for file in files],
-        formats,
-        tokenizer,
-        row_rules(cfg, rows),
-        cache_dir=d.cache_dir,
-        num_proc=d.dataset_num_proc,
-        max_bad_fraction=1.0 if cfg.compat.ignores_bad_rows else d.max_bad_fraction,
-        bad_rows_path=bad_rows,
-    )
+    with one_of_several(cfg, which):
+        return open_sources(
+            [file.path for file in files],
+            formats,
+            tokenizer,
+            row_rules(cfg, rows),
+            cache_dir=d.cache_dir,
+            num_proc=d.dataset_num_proc,
+            max_bad_fraction=1.0 if cfg.compat.ignores_bad_rows else d.max_bad_fraction,
+            bad_rows_path=bad_rows,
+        )
 
 
 def eval_batches(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from erniekit.demo.folder import seal, take_folder
 from erniekit.demo.killed_run import KilledRun
-from erniekit.demo.other_stack import OtherStack
+from erniekit.demo.transformers_process import TransformersProcess
 from erniekit.devices import DEVICES, INSTALLED, pick
 from erniekit.errors import ConfigError
 from erniekit.files import own
@@ -37,7 +37,7 @@ def demo_command(args: list[str]) -> int:
     on = "the CPU" if device == "cpu" else pick(device).name  # which lists what that device lacks
     emit(f"Offline, on {on}; files and logs go to {root}/. On the left, the time since the start.\n")
     began = time.perf_counter()
-    other = OtherStack(own(root / "logs" / "transformers.log"))
+    other = TransformersProcess(own(root / "logs" / "transformers.log"))
     try:
         run_stages(root, other, began, device)
     finally:
@@ -74,7 +74,7 @@ def folder_from(args: list[str], default: str = "erniekit-demo") -> Path:
     return Path(arguments[1])
 
 
-def run_stages(root: Path, other: OtherStack, began: float, device: str = "cpu") -> None:
+def run_stages(root: Path, other: TransformersProcess, began: float, device: str = "cpu") -> None:
     import torch
 
     from erniekit.demo.tiny import make_tiny_model
@@ -225,7 +225,7 @@ def merged(folder: Path) -> str:
     return f"adapter folded into the weights: logits within {proof['merged']:.0e} of base + adapter"
 
 
-def in_transformers(root: Path, other: OtherStack) -> tuple[str, str, str]:
+def in_transformers(root: Path, other: TransformersProcess) -> tuple[str, str, str]:
     """The export in transformers against base + adapter here; and the answer before and after LoRA."""
     import torch
     from safetensors.torch import load_file

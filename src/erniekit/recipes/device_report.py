@@ -1,5 +1,5 @@
 """`erniekit doctor` without a recipe: which devices this machine has, what of their drivers and packages is not well,
-and which capabilities work when tried. Called by doctor.py.
+and which capabilities work when tried. Called by doctor_command.py.
 
 Capabilities are tried in a process of its own with a time limit: a vendor's library that hangs or ends the process is a
 finding here, where it would be the end of a run.

@@ -24,8 +24,9 @@ KEY = "teacher_model_name_or_path"
 def open_teacher(plan: RunPlan, tokenizer: Tokenizer) -> Found:
     """Refused where its tokens are not the student's: probabilities are compared id by id."""
     cfg = plan.config
+    name = str(cfg.distill.teacher_model_name_or_path)
     try:
-        found = find_model(str(cfg.distill.teacher_model_name_or_path), hub=cfg.model.download_hub)
+        found = find_model(name, hub=cfg.model.download_hub, verify=cfg.checkpoint.verify)
     except ErnieKitError as error:  # which of the two models it is
         raise ConfigError(error.what, where=KEY, fix=error.fix) from error
     teacher, student = found.weights.config, plan.folder.config

@@ -1,6 +1,7 @@
 """The checks before training: labels, end tokens, leaks, gradients, template, disk, device. Each failure has its fix.
 
-`erniekit doctor RECIPE` runs only these; every training run starts with them (`doctor: off` skips them).
+`erniekit doctor RECIPE` (doctor_command.py) runs only these; every training run starts with them (`doctor: off` skips
+them).
 """
 
 from __future__ import annotations
@@ -15,39 +16,33 @@ from pathlib import Path
 import torch
 
 from erniekit.checkpoint.model_folder import ModelFolder
-from erniekit.config import RunConfig, load
+from erniekit.config import RunConfig
 from erniekit.data.collate import one_document, with_future
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import IGNORE, TEXT, Batch
 from erniekit.errors import ErnieKitError
-from erniekit.log import colour_on, emit, paint, typed
+from erniekit.log import colour_on, emit, paint
 from erniekit.lora.inject import is_lora
 from erniekit.models.layers.router import Router
 from erniekit.models.vision_parts import part_of
 from erniekit.optim.adamw import AdamW
-from erniekit.optim.in_backward import looked_at, seen_gradients
+from erniekit.optim.in_backward import facts_of, seen_gradients
 from erniekit.parallel.compiled import eager
 from erniekit.parallel.gradients import local
 from erniekit.parallel.sharding_table import plain
 from erniekit.printable import counted
-from erniekit.recipes import device_report, held_back, own_loss, run_summary, stage_of
-from erniekit.recipes.build import build
+from erniekit.recipes import own_loss
 from erniekit.recipes.built import Built
 from erniekit.recipes.check import MOVED_BY_ROUNDING, Check
-from erniekit.recipes.datasets import TrainData, with_data
-from erniekit.recipes.first_line import begin
-from erniekit.recipes.fp8_training import scales_of
-from erniekit.recipes.kernel_table import kernel_table
-from erniekit.recipes.optimiser import make_optimizer
-from erniekit.recipes.output_folder import take_output
+from erniekit.recipes.datasets import TrainData
 from erniekit.recipes.preview import joined
-from erniekit.recipes.run_plan import open_tokenizer, plan_run
 from erniekit.recipes.stage import Prepare, TrainingStage
 
 LEAK_TOKENS = 24  # of each document in the leak probe
 GRADIENT_TOKENS = 512
 MOST_REPEATED = 3  # tokens in a row that are shown one by one
 SAMPLED_ROWS = 200  # samples looked at for end tokens
+WEIGHTS = "weights"  # the name of a check that only a model with NaN or infinity fails
 
 
 class DoctorError(ErnieKitError):
@@ -81,7 +76,11 @@ def before_training(
         lambda: vocabulary(built.folder.config.vocab_size, tokenizer),
     ]
     with eager():  # every check has a batch of its own shape
-        done = [check() for check in checks]
+        done = []
+        for check in checks:
+            done.append(check())
+            if done[-1].name == WEIGHTS and not done[-1].ok:  # all that follows would be of NaN
+                break
     passed = [c for c in done if c.ok]
     emit(f"checks   {paint('ok', 'green')}: " + "; ".join(c.text for c in passed))
     failed = [c for c in done if not c.ok]
@@ -170,6 +169,10 @@ def no_leak(built: Built) -> Check:
     other = ids.clone()
     other[:, :half] = (ids[:, :half] + 1) % vocab
     a, b = (built.engine.answer(two_documents(x, half))[:, half:] for x in (ids, other))
+    if not all(built.world.gather(bool(a.isfinite().all() and b.isfinite().all()))):
+        return not_finite_weights(built) or Check(
+            "logits", False, "the model's logits are not finite, though its weights are", "try compute_type: fp32"
+        )
     moved = float((a - b).abs().max())
     if built.folder.config.moe is not None:
         typical = float((a - b).abs().amax(-1).median())
@@ -179,6 +182,27 @@ def no_leak(built: Built) -> Check:
         moved == 0.0,
         "packed documents do not see each other" if moved == 0.0 else f"a document leaks into the next by {moved:.1e}",
         "set attention: reference and report this",
+    )
+
+
+def not_finite_weights(built: Built) -> Check | None:
+    """All ranks together: a failed check that names a tensor with NaN or infinity; None where there is none."""
+    found = []
+    for name, param in built.parameters():
+        weight = local(param.detach())
+        if not bool(weight.isfinite().all()):
+            found.append((name, int((~weight.isfinite()).sum()), weight.numel()))
+    names = [one for theirs in built.world.gather(found) for one in theirs]
+    if not names:
+        return None
+    name, bad, of = names[0]
+    more = len({one[0] for one in names} - {name})
+    return Check(
+        WEIGHTS,
+        False,
+        f"the model's own weights give NaN: {name} holds {bad:,} of {of:,} values that are NaN or infinite"
+        + (f", and so {counted(more, 'more tensor does', 'more tensors do')}" if more else ""),
+        "get the model's files again, or start from another checkpoint",
     )
 
 
@@ -203,7 +227,7 @@ def gradients(
 ) -> Check:
     """Every trainable tensor gets one; LoRA's A only moves once B has, so a zero there is right at the start."""
     whole = first.pairs is not None or first.vision is not None
-    batch = first if whole else first_tokens(first, GRADIENT_TOKENS, built.engine.length_multiple)
+    batch = first if whole else longest_document(first, GRADIENT_TOKENS, built.engine.length_multiple)
     batch = with_future(batch, built.mtp_tokens) if built.mtp_tokens else batch
     batch = batch if prepare is None else prepare([batch])[0]
     if built.engine.sync is None:
@@ -214,7 +238,7 @@ def gradients(
         _one_backward(built, batch)
         formed = set(optimizer.gradients())  # before zeros take the places of those that other ranks have
         built.engine.sync.reduce(optimizer.all_gradients())
-        seen = {name: looked_at(local(grad)) for name, grad in optimizer.gradients().items()}
+        seen = {name: facts_of(local(grad)) for name, grad in optimizer.gradients().items()}
     parameters = dict(built.parameters())
     reached, here = set(), set(optimizer.params)
     # Tokens of pictures carry no loss, so what only they meet in the last layer has a gradient of zeros.
@@ -237,7 +261,9 @@ def gradients(
     optimizer.zero_grad()
     count = len(here)
     if not finite:
-        what, fix = "a gradient is not finite", "check the model's weights; try compute_type: fp32"
+        if (bad := not_finite_weights(built)) is not None:
+            return bad
+        what, fix = "a gradient is not finite", "try compute_type: fp32"
         if own := own_loss.failed_in(built.engine, loss):
             what += f": the loss function {own} gave it, from finite numbers"
             fix = "bound what it takes the logarithm or root of, or divides by: clamp(min=1e-6)"
@@ -273,10 +299,12 @@ def _one_backward(built: Built, batch: Batch) -> None:
     built.engine.forget_records()
 
 
-def first_tokens(batch: Batch, count: int, multiple: int = 1) -> Batch:
-    """The first document that has labels, cut to `count` tokens around them and padded to a multiple."""
+def longest_document(batch: Batch, count: int, multiple: int = 1) -> Batch:
+    """The longest document that has labels, cut to `count` tokens around them and padded to a multiple. Packed text may
+    begin with one token of a document, and attention over one token gives queries and keys a gradient of zero."""
     labels, bounds = batch.labels[0], batch.cu_seqlens.tolist()
-    start, end = next(((a, b) for a, b in pairwise(bounds) if (labels[a:b] != IGNORE).any()), (0, bounds[1]))
+    labelled = [(a, b) for a, b in pairwise(bounds) if (labels[a:b] != IGNORE).any()]
+    start, end = max(labelled, key=lambda at: at[1] - at[0], default=(0, bounds[1]))
     trained = (labels[start:end] != IGNORE).nonzero()
     first_label = int(trained[0]) if len(trained) else 0
     start = max(start, start + first_label - count // 2)
@@ -339,30 +367,3 @@ def check_vocabulary(folder: ModelFolder, tokenizer: Tokenizer) -> None:
         where = f"{tokenizer.folder} and {folder.path}"
         fix = f"{check.fix} (doctor: off continues, as long as the data has none of those tokens)"
         raise DoctorError(check.text, where=where, fix=fix)
-
-
-def doctor_command(args: list[str]) -> int:
-    cfg = load(args, "train")
-    if not (cfg.model.model_name_or_path or cfg.data.train_dataset_path):
-        return device_report.report(cfg)
-    begin(cfg)
-    output = take_output(cfg, create=False)
-    plan = plan_run(cfg, one_process=True)
-    cfg, tokenizer = plan.config, open_tokenizer(plan)
-    check_vocabulary(plan.folder, tokenizer)
-    run_summary.show_plan(plan)
-    stage = stage_of(cfg)
-    data = stage.open_data(plan, tokenizer, output)
-    plan = with_data(plan, data)
-    cfg = plan.config
-    run_summary.show_data(data)
-    built, first = build(plan, stage), data.first_batch()
-    scales_of(cfg, built, first)
-    run_summary.show_coverage(built)
-    prepare, optimizer = stage.before_step(cfg, built, data), make_optimizer(cfg, built)
-    kernels = kernel_table(built, optimizer.fused is not None)
-    run_summary.show_kernels(kernels)
-    held_back.show(plan, data, kernels)
-    before_training(stage, cfg, built, optimizer, data, tokenizer, first, prepare)
-    emit(f"next     {typed('train', *args)}")
-    return 0

@@ -34,6 +34,12 @@ def what_to_evaluate(cfg: RunConfig) -> tuple[Path, str | None, bool]:
     named = cfg.origin("model_name_or_path") == BARE or (model and not cfg.given("output_dir"))
     if not named and has_result(output):
         return output, model, True
+    if not model and cfg.given("output_dir"):
+        raise ConfigError(
+            f"{output} holds no model, adapter or checkpoint-N" if output.exists() else f"there is no {output}",
+            where=f"output_dir: {cfg.origin('output_dir')}",
+            fix="give the folder of a run, or what to evaluate: model_name_or_path=DIR",
+        )
     need(cfg, "model_name_or_path")
     return Path(str(model)), None, False
 

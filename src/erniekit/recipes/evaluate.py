@@ -3,6 +3,7 @@ stage DPO preference loss, accuracy and rewards."""
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from erniekit.recipes.run_plan import open_device, packed_as
 from erniekit.recipes.score_heads import check_head
 from erniekit.recipes.stage import TrainingStage
 from erniekit.result import RunResult
+from erniekit.train.guard import NotFinite
 from erniekit.weight_kinds import BF16
 
 
@@ -38,7 +40,7 @@ def evaluate_run(cfg: RunConfig) -> RunResult:
     opened = open_device(cfg)
     cfg, device, dtype = opened.config, opened.device, opened.dtype
     source, base, trained = what_to_evaluate(cfg)
-    found = find_model(source, base, cfg.model.download_hub, cfg.lora.override_base)
+    found = find_model(source, base, cfg.model.download_hub, cfg.lora.override_base, cfg.checkpoint.verify)
     emit(f"model    {source}" + (" (the result of a run)" if trained else ""))
     if found.weights.config.vision is not None and not cfg.given("stage"):
         emit("note     stage: VL-SFT (the model sees pictures)")
@@ -62,12 +64,24 @@ def evaluate_run(cfg: RunConfig) -> RunResult:
             reference = reference_for(cfg, stage, found, engine, device, dtype, packed)
             prepare = stage.prepare_evaluation(cfg, engine, reference)
         metrics = stage.evaluate(cfg, engine, batches, prepare)
+        require_numbers(metrics, found)
         written = write_evaluation(output, source, metrics)
     emit(f"{paint('done', 'green', 'bold')}     {summary_of(metrics)} in {metrics['eval_runtime']:.1f} s")
     emit(f"result   {written}")
     if not found.weights.config.labels:
         emit(f"next     {typed('chat', source)}")
     return RunResult(output, metrics)
+
+
+def require_numbers(metrics: dict[str, float], found: Found) -> None:
+    """A NaN loss is an error: no results file is written, so that no table of results takes it for a measurement."""
+    if not math.isfinite(metrics["eval_loss"]):
+        raise NotFinite(
+            f"the loss of this model is not a number: {metrics['eval_loss']}",
+            where=found.describe(),
+            fix="its weights are damaged, or training diverged: evaluate another checkpoint of the "
+            "run, or the model it was trained from; if only compute_type: fp16 or bf16 gives this, compute_type=fp32",
+        )
 
 
 def engine_for(
@@ -104,7 +118,7 @@ def reference_for(
         emit("reference the model without its adapters")
         return Reference(engine, None, chunk, partial(adapters_off, engine.parts))
     need(cfg, "model_name_or_path")
-    base = find_model(str(cfg.model.model_name_or_path), hub=cfg.model.download_hub)
+    base = find_model(str(cfg.model.model_name_or_path), hub=cfg.model.download_hub, verify=cfg.checkpoint.verify)
     same = base.adapter is None and base.weights.path.resolve() == found.weights.path.resolve()
     emit(f"reference {base.describe()}" + (": the model itself, so all rewards are 0" if same else ""))
     other = engine if same else engine_for(cfg, stage, base, engine.world, device, dtype, packed)

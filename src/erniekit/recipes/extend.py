@@ -1,16 +1,20 @@
 """More steps for a run that has some: whether that changes what it has done, and the error where it would.
 
-Called by recipes/resume.py. The order of the data is a function of seed and position, so only the learning rate can
-depend on where a run ends.
+Called by recipes/resume.py and training.py. The order of the data is a function of seed and position, so only the
+learning rate can depend on where a run ends.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from erniekit.checkpoint import state as states
 from erniekit.config import RunConfig
-from erniekit.errors import ConfigError
+from erniekit.errors import CheckpointError, ConfigError
 from erniekit.log import emit
 from erniekit.printable import counted
 from erniekit.recipes.schedule import make_schedule
+from erniekit.train.save import WEIGHTS_ONLY
 
 
 def same_so_far(cfg: RunConfig, then: int, now: int, step: int) -> bool:
@@ -46,7 +50,27 @@ def change(cfg: RunConfig, then: int, now: int, step: int) -> str:
     return f"the learning rate ({cfg.optim.lr_scheduler_type}) goes from {rates}; the order of the data stays"
 
 
-def advice(cfg: RunConfig, steps: int) -> str:
-    """For a run that has ended: how to go on."""
-    free = same_so_far(cfg, steps, 2 * steps, steps)
-    return "raise max_steps or num_train_epochs" + ("" if free else " and set extend_run=True")
+def advice(cfg: RunConfig, steps: int, weights_only: str = "") -> str:
+    """For a run that has ended: how to go on. weights_only: the name of its checkpoint, if that has no more."""
+    keys = [] if same_so_far(cfg, steps, 2 * steps, steps) else ["extend_run=True"]
+    keys += ["ignore_load_lr_and_optim=True"] if weights_only else []
+    why = f" ({weights_only} holds no optimiser states: they start from zero)" if weights_only else ""
+    return "raise max_steps or num_train_epochs" + (f" and set {' '.join(keys)}" if keys else "") + why
+
+
+def refuse_weights_only(cfg: RunConfig, point: Path | None, now: int) -> None:
+    """Of a run of `now` steps (0 or -1: not known yet) whose checkpoint has only weights (save_strategy: no)."""
+    if point is None or now <= 0 or cfg.checkpoint.ignore_load_lr_and_optim:
+        return
+    saved, raw = states.load(point)
+    if not raw.get(WEIGHTS_ONLY) or saved.step >= now:
+        return
+    then = saved.promise.get("max_steps", saved.step)
+    free = cfg.checkpoint.extend_run or same_so_far(cfg, then, now, saved.step)
+    also = "" if free else " and extend_run=True"
+    raise CheckpointError(
+        f"{point.name} holds only weights, no optimiser states: its run ended with save_strategy: no",
+        where=str(point),
+        fix=f"ignore_load_lr_and_optim=True{also} trains on with new optimiser states; a run that is to be extended "
+        "keeps them with ignore_save_lr_and_optim: False, or another save_strategy",
+    )

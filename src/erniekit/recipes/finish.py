@@ -21,7 +21,7 @@ from erniekit.recipes.run_plan import RunPlan
 from erniekit.result import REMOVED, RunResult
 from erniekit.track import Trackers
 from erniekit.track.report import write_report
-from erniekit.track.results import write_results, write_trainer_state
+from erniekit.track.results import speeds, write_results, write_trainer_state
 from erniekit.train.eval_hook import EvalHook
 from erniekit.train.metrics import LogHook
 from erniekit.train.save import Saver
@@ -51,6 +51,8 @@ def close_run(
         **extras,
         **evaluation,
     }
+    if state.step == trainer.began_at[0]:  # a finished run's command again: its times are those of its training
+        metrics |= speeds(output)
     best = state.best_step if cfg.checkpoint.load_best_model_at_end else None
     saver.saves.close()
     trackers.log(state.step, metrics, "end")
@@ -102,6 +104,14 @@ def next_commands(output: Path, built: Built) -> list[str]:
     return [typed("chat", output), typed("split", f"output_dir={output}", "max_shard_size=5")]
 
 
+def steps_line(steps: int, before: int, seconds: float) -> str:
+    """before: steps of earlier sessions; the seconds are this one's."""
+    if before >= steps:
+        return f"{counted(steps, 'step')}, none of them now"
+    now = f", the last {steps - before:,} of them" if steps - before > 1 else ", the last of them"
+    return f"{counted(steps, 'step')}{now if before else ''} in {seconds:.0f} s"
+
+
 def print_result(output: Path, result: RunResult, trainer: Trainer, plan: RunPlan) -> None:
     if not result.next_commands:
         return  # another rank does
@@ -112,7 +122,7 @@ def print_result(output: Path, result: RunResult, trainer: Trainer, plan: RunPla
     if trainer.stop_reason:
         emit(trainer.stop_reason)
     emit(
-        f"{paint('done', 'green', 'bold')}     {counted(result.steps, 'step')} in {m['train_runtime']:.0f} s, "
+        f"{paint('done', 'green', 'bold')}     {steps_line(result.steps, trainer.began_at[0], m['train_runtime'])}, "
         f"train_loss {m['train_loss']:.4f}{evaluation}"
     )
     if planned := plan_check.line_of(plan, usual):

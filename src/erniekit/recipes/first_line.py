@@ -1,24 +1,21 @@
 """The first line of a run, and what can be refused before it: all that needs no torch, whose import takes seconds.
 
-Called by cli/train.py, run.py and doctor.py; run_summary.py goes on once device and model are open.
+Called by cli/train.py, run.py and doctor_command.py; run_summary.py goes on once device and model are open.
 """
 
 from __future__ import annotations
 
 from erniekit.checkpoint.hub import resolve_model
-from erniekit.config import RunConfig, refuse_later
-from erniekit.log import emit, paint
+from erniekit.config import RunConfig, refuse_not_yet_supported
+from erniekit.config.opening_line import announce_work
 from erniekit.recipes.output_folder import take_output
-from erniekit.version import __version__
 
 
 def begin(cfg: RunConfig, shown: bool = False) -> None:
     """shown: the line has been printed, by the launcher of this rank."""
-    refuse_later(cfg)
+    refuse_not_yet_supported(cfg)
     output = take_output(cfg, create=False)  # a missing model or a mistyped key leaves no folder behind
     resolve_model(cfg.model.model_name_or_path, cfg.model.download_hub)
     if not shown:
         compat = ", compat: erniekit" if cfg.train.compat else ""
-        emit(
-            f"{paint('erniekit', 'bold')} {__version__}  {cfg.train.stage}, seed {cfg.train.seed}{compat}, to {output}"
-        )
+        announce_work(f"{cfg.train.stage}, seed {cfg.train.seed}{compat}, to {output}")

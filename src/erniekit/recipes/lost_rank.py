@@ -20,7 +20,7 @@ _CLOSED = ("by peer", "Broken pipe", "Socket closed", "remote process exited")
 
 
 @contextmanager
-def told(manager: CheckpointManager, world: World, dog: Watchdog, command: Sequence[str]) -> Iterator[None]:
+def explained(manager: CheckpointManager, world: World, dog: Watchdog, command: Sequence[str]) -> Iterator[None]:
     """Around a run: the end of another rank becomes an error with the checkpoint that is whole and the way on."""
     try:
         yield

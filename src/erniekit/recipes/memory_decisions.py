@@ -14,6 +14,7 @@ from erniekit.config.note import Note, shown
 from erniekit.devices import pick
 from erniekit.devices.base import GIB, Device
 from erniekit.errors import ConfigError
+from erniekit.kernels.stored import multiplied_in_fp8
 from erniekit.log import warn
 from erniekit.models import vision_costs
 from erniekit.models.config import DecoderConfig
@@ -37,7 +38,7 @@ from erniekit.planner.memory import USABLE, Held, Work, fewest_recomputed, layer
 from erniekit.printable import counted
 from erniekit.recipes import trained_weights
 from erniekit.recipes.other_models import other_model_bytes
-from erniekit.weight_kinds import BF16, multiplied_in_fp8
+from erniekit.weight_kinds import BF16
 
 FULL = 0.95  # of it that a run with nothing but whole-layer recompute may fill
 HOST = 0.8  # of the host's memory that pinned states may take
@@ -135,7 +136,7 @@ def bytes_worked(
         head_tokens=tokens,
         vocabulary=model.vocab_size,
         kernels=Kernels(rank=rank, rows_fp8=rows_fp8),
-        seeing=vision,
+        vision_kept=vision,
     )
 
 

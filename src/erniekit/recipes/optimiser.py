@@ -1,6 +1,6 @@
 """The run's optimiser: groups, the form and the place of its states, and whether it updates inside backward.
 
-Called by training.py, doctor.py and bench/; this is where config values meet optim/.
+Called by training.py, doctor_command.py and bench/; this is where config values meet optim/.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def make_optimizer(cfg: RunConfig, built: Built) -> AdamW:
     storage = Storage(
         moments=cfg.optim.optim_states,
         masters=cfg.optim.master_weights,
-        fair=not cfg.compat.moments_round_to_nearest,
+        stochastic=not cfg.compat.moments_round_to_nearest,
         seed=cfg.train.seed,
         places={n: place_of(n, built.sharding, built.world.rank, cfg.train.seed, built.device.handle) for n in names},
     )
@@ -75,7 +75,11 @@ def make_optimizer(cfg: RunConfig, built: Built) -> AdamW:
         betas,
         cfg.optim.adam_epsilon,
         matrices=matrices,
-        settings=MuonSettings(cfg.optim.muon_momentum, cfg.optim.muon_scale == "match_adamw"),
+        settings=MuonSettings(
+            cfg.optim.muon_momentum,
+            cfg.optim.muon_scale == "match_adamw",
+            torch.float32 if built.dtype == torch.float32 else torch.bfloat16,
+        ),
         spread=WholeTensors(matrices, built.sharding, built.world),
         **options,
     )

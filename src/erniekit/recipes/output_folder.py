@@ -1,6 +1,6 @@
 """output_dir of a training run: checked before the model is opened, created when nothing refuses the run any more.
 
-Called by training.py and doctor.py.
+Called by training.py and doctor_command.py.
 """
 
 from __future__ import annotations

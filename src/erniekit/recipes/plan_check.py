@@ -17,10 +17,10 @@ from erniekit.parallel.world import ranks_started
 from erniekit.planner.cards import CARDS, Card, rates_of
 from erniekit.planner.evaluate import Candidate, Site, evaluate, largest
 from erniekit.planner.job import Job
-from erniekit.planner.step_time import alone
+from erniekit.planner.step_time import alone, pipeline_stages
 from erniekit.recipes import planning
 from erniekit.recipes.run_plan import RunPlan
-from erniekit.train.metrics import Usual
+from erniekit.train.metrics import StepStatistics
 
 
 def card_of(device: Device) -> Card | None:
@@ -37,18 +37,12 @@ def site_of(device: Device, devices: int) -> Site:
 
 def job_at_hand(cfg: RunConfig, plan: RunPlan | None, layout: Layout) -> Job:
     """Of a run that was decided: its own model and its own recompute."""
-    if plan is None:
-        shape = planning.shape_of(cfg)
-    else:
-        config, spec = plan.folder.config, plan.folder.spec
-        model = planning.built(cfg, config, spec, plan.lora)
-        shape = planning.ModelShape(config, model, spec, str(plan.folder.path))
-    t = cfg.train
-    packs = t.per_device_train_batch_size * max(1, t.gradient_accumulation_steps) * layout.data_ranks
-    job = replace(planning.job_of(cfg, shape, packs), replayed=bool(cfg.model.cuda_graph))
+    shape = planning.shape_of(cfg) if plan is None else planning.shape_in(cfg, plan.folder, plan.lora)
+    job = replace(planning.job_in(cfg, shape, layout), replayed=bool(cfg.model.cuda_graph))
     kept = cfg.memory.no_recompute_layers
-    if cfg.memory.recompute and kept and layout.pp == 1:
-        job = replace(job, recomputed=max(0, shape.config.num_layers - len(kept)))
+    if cfg.memory.recompute and kept:
+        again = [sum(n not in kept for n in held) for held in pipeline_stages(job, layout).numbers]
+        job = replace(job, recomputed=max(again))
     elif not cfg.memory.recompute:
         job = replace(job, recomputed=0)
     return job
@@ -78,14 +72,14 @@ def comparison(own: float, peak: float, planned: float, measured: float) -> str:
     return line
 
 
-def as_it_was(job: Job, layout: Layout, usual: Usual) -> Job:
+def as_it_was(job: Job, layout: Layout, usual: StepStatistics) -> Job:
     """With the rows that a run had: memory is planned for full ones, time for the usual one."""
     multiple = layout.length_multiple
     length = min(job.length, ceil(usual.pack / multiple) * multiple)
     return replace(job, length=length, document=round(usual.document), trained=usual.trained)
 
 
-def line_of(plan: RunPlan, usual: Usual | None) -> str | None:
+def line_of(plan: RunPlan, usual: StepStatistics | None) -> str | None:
     """At the end of a run on a device that counts its memory; None elsewhere."""
     peak = plan.device.peak_allocated() if plan.device.counts_memory else 0
     if not peak:

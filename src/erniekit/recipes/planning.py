@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,6 +31,9 @@ from erniekit.recipes.memory_decisions import vision_bytes
 from erniekit.recipes.other_models import known_config
 from erniekit.recipes.score_heads import expected_labels
 from erniekit.weight_kinds import BF16, PLAIN, kinds_of, role_of
+
+if TYPE_CHECKING:
+    from erniekit.checkpoint.model_folder import ModelFolder
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,18 @@ def packs_of(cfg: RunConfig, ranks: int) -> int:
     return t.per_device_train_batch_size * max(1, t.gradient_accumulation_steps) * data
 
 
+def shape_in(cfg: RunConfig, folder: ModelFolder, lora: LoRASettings | None) -> ModelShape:
+    """Of a folder that is opened already."""
+    return ModelShape(folder.config, built(cfg, folder.config, folder.spec, lora), folder.spec, str(folder.path))
+
+
+def job_in(cfg: RunConfig, shape: ModelShape, layout: Layout) -> Job:
+    """In the layout that the run has."""
+    t = cfg.train
+    packs = t.per_device_train_batch_size * max(1, t.gradient_accumulation_steps) * layout.data_ranks
+    return job_of(cfg, shape, packs)
+
+
 def job_of(cfg: RunConfig, shape: ModelShape, packs: int, storing: Storing | None = None) -> Job:
     sharding = sharding_of(shape.model, shape.spec.plan, Layout())
     storing = storing or storing_of(cfg, shape.model)
@@ -158,7 +173,7 @@ def job_of(cfg: RunConfig, shape: ModelShape, packs: int, storing: Storing | Non
         data_only=other_models.spread_over_data_only(cfg),
         compute=storing.compute,
         offload_optimiser=storing.optimiser_away,
-        seeing=vision_bytes(cfg, c, again=m.recompute and m.recompute_granularity in ("full", "auto")),
+        vision_kept=vision_bytes(cfg, c, again=m.recompute and m.recompute_granularity in ("full", "auto")),
         schedule=cfg.parallel.pp_schedule,
         base=cfg.lora.frozen_base if cfg.lora.packed_base else BF16,
         products=cfg.lora.frozen_products if cfg.lora.packed_base else BF16,

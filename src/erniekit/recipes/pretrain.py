@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,12 @@ from erniekit.data.formats.columns import as_columns
 from erniekit.data.loader import BatchLoader
 from erniekit.data.mmap_files import TokenFiles
 from erniekit.data.pretrain import EVERYTHING, PretrainData, RowStream, index_online, open_corpora
-from erniekit.data.report import DataReport
+from erniekit.data.report import BadRowsFile, DataReport
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch, Sample
 from erniekit.errors import ConfigError
 from erniekit.parallel.mesh import World
-from erniekit.recipes.dataset_files import dataset_files, file_shares
+from erniekit.recipes.dataset_files import dataset_files, file_shares, one_of_several
 from erniekit.recipes.datasets import TrainData, every
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.stage import TrainingStage
@@ -35,12 +35,11 @@ class Pretraining(TrainingStage):
 
     def open_data(self, plan: RunPlan, tokenizer: Tokenizer, output: Path) -> TrainData:
         cfg, world = plan.config, plan.world
-        bad = output if world.is_main else None
         wants_eval = cfg.train.do_eval or cfg.train.evaluation_strategy != "no"
-        held_out = open_rows(cfg, cfg.data.eval_part, tokenizer, bad) if wants_eval else None
+        held_out = open_rows(cfg, cfg.data.eval_part, tokenizer, output, world.is_main) if wants_eval else None
         t = cfg.train
         streamed = open_streamed_text(plan, tokenizer, output) if cfg.data.streaming else None
-        trained: StreamedText | DocumentSplit = streamed or open_rows(cfg, "train", tokenizer, bad)
+        trained: StreamedText | DocumentSplit = streamed or open_rows(cfg, "train", tokenizer, output, world.is_main)
         stream = trained.stream
         per_epoch, accumulation = stream.count_packs(1), t.gradient_accumulation_steps
         per_step = t.per_device_train_batch_size * world.layout.data_ranks * accumulation
@@ -84,7 +83,8 @@ class TextData(TrainData):
     streamed: StreamedText | None = None  # in place of rows
     held_out: PretrainData | None = None
 
-    def fingerprints(self) -> list[str]:
+    def fingerprints(self, keys: Mapping[str, Any] | None = None) -> list[str]:
+        """No key decides it: text is cut into rows after it is tokenised."""
         if self.streamed is not None:
             return self.streamed.fingerprints()
         assert self.rows is not None
@@ -130,20 +130,24 @@ class DocumentSplit:
         return self.rows.stream
 
 
-def open_rows(cfg: RunConfig, part: str, tokenizer: Tokenizer, output: Path | None) -> DocumentSplit:
+def open_rows(cfg: RunConfig, part: str, tokenizer: Tokenizer, output: Path | None, main: bool = True) -> DocumentSplit:
     """Training's or evaluation's rows. A file of its own for evaluation leaves all documents to training.
 
-    output: where bad rows are listed."""
+    output: where bad rows are listed, by the main rank."""
     d = cfg.data
     own_eval = bool(d.eval_dataset_path)
     weights: Sequence[float] | None = None
     reports: list[DataReport] = []
     if own_eval and part != "train":
-        corpora, reports = _index(cfg, "eval", tokenizer, output and output / "bad_eval_rows.jsonl")
+        corpora, reports = _index(
+            cfg, "eval", tokenizer, BadRowsFile(output / "bad_eval_rows.jsonl", main) if output else None
+        )
     elif d.input_dir or d.data_filelist:
         corpora, weights = open_corpora(d.input_dir, d.data_filelist, d.data_weights)
     elif d.train_dataset_path:
-        corpora, reports = _index(cfg, "train", tokenizer, output and output / "bad_rows.jsonl")
+        corpora, reports = _index(
+            cfg, "train", tokenizer, BadRowsFile(output / "bad_rows.jsonl", main) if output else None
+        )
         if cfg.given("train_dataset_prob"):
             weights = file_shares(cfg, "train", [files.num_documents for files in corpora])
     else:
@@ -171,18 +175,20 @@ def open_rows(cfg: RunConfig, part: str, tokenizer: Tokenizer, output: Path | No
 
 
 def _index(
-    cfg: RunConfig, which: str, tokenizer: Tokenizer, bad_rows: Path | None
+    cfg: RunConfig, which: str, tokenizer: Tokenizer, bad_rows: BadRowsFile | None
 ) -> tuple[list[TokenFiles], list[DataReport]]:
     columns = dict(as_columns(cfg.data.columns, cfg.origin("columns")))
-    return index_online(
-        [_local(file.path, which) for file in dataset_files(cfg, which)[0]],
-        tokenizer,
-        json_key=columns.get("text", "text"),
-        cache_dir=cfg.data.cache_dir,
-        num_proc=cfg.data.dataset_num_proc or None,
-        max_bad_fraction=cfg.data.max_bad_fraction,
-        bad_rows_path=bad_rows,
-    )
+    files = [_local(file.path, which) for file in dataset_files(cfg, which)[0]]
+    with one_of_several(cfg, which):
+        return index_online(
+            files,
+            tokenizer,
+            json_key=columns.get("text", "text"),
+            cache_dir=cfg.data.cache_dir,
+            num_proc=cfg.data.dataset_num_proc or None,
+            max_bad_fraction=cfg.data.max_bad_fraction,
+            bad_rows_path=bad_rows,
+        )
 
 
 def _local(path: str | Path, which: str) -> Path:

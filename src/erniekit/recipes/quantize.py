@@ -8,7 +8,7 @@ from typing import Any
 
 from erniekit.checkpoint.hub import resolve_model
 from erniekit.checkpoint.model_folder import ModelFolder
-from erniekit.config import RunConfig, load, need
+from erniekit.config import RunConfig, need
 from erniekit.data.tokenizer import load_tokenizer
 from erniekit.data.types import Batch
 from erniekit.errors import CheckpointError, ConfigError
@@ -30,11 +30,6 @@ from erniekit.recipes.calibration_rows import calibration_rows, evaluation_rows,
 from erniekit.recipes.run_plan import in_16_bits, open_device
 from erniekit.result import RunResult
 from erniekit.weight_kinds import BF16
-
-
-def quantize_command(args: list[str]) -> int:
-    run_quantize(load(args, "quantize"))
-    return 0
 
 
 def run_quantize(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from erniekit import heartbeat
+from erniekit.checkpoint.published import check_published
 from erniekit.config import RunConfig
 from erniekit.data import cache_versions, sealed
 from erniekit.data.loader import BatchLoader
@@ -132,6 +133,8 @@ class RefreshReference(Hook):
             return  # the model the run began with, which it is
         saved = self.output / f"checkpoint-{last}"
         if last < step and all(self.policy.world.gather(saved.is_dir())):
+            if self.policy.world.rank == 0:
+                check_published(saved)
             self.reference.read_weights(saved)
             emit(f"reference the policy of step {last}, from {saved.name}")
             return

@@ -39,7 +39,9 @@ def rehearse_command(args: list[str]) -> int:
         why = f"--timeline shows all ranks at full size, and {other[0]} does not run them"
         raise ConfigError(why, where="erniekit rehearse", fix=f"leave one of --timeline and {other[0]} out")
     cfg = load(arguments, "train")
+    what = ", ".join(cfg.files) or cfg.model.model_name_or_path
     if "--shrunken" in numbers:
+        emit(f"rehearse {what}, made small")
         from erniekit.recipes.shrunken import train_shrunken
 
         ranks = numbers.get("--ranks")
@@ -50,7 +52,6 @@ def rehearse_command(args: list[str]) -> int:
         rehearsed_timeline.placed(timeline, layout.size)  # a cluster that is too small is refused at once
     quiet = "--json" in flags
     if not quiet:
-        what = ", ".join(cfg.files) or cfg.model.model_name_or_path
         emit(f"rehearse {what} on {layout.size} ranks: {layout.describe()}")
     with tempfile.TemporaryDirectory(prefix="erniekit-rehearse-") as folder:
         from erniekit.recipes import rehearsal

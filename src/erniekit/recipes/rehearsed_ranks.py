@@ -13,10 +13,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stdout
 from multiprocessing import get_context, parent_process
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
+from erniekit.devices import generic
 from erniekit.errors import ErnieKitError
 from erniekit.recipes.rehearsal import Rehearsal, recorded
 from erniekit.rehearse.calls import Trace
@@ -25,6 +27,7 @@ from erniekit.rehearse.shapes import shapes_only
 
 # Seconds until further processes work: copies of this one do so at once, others import torch and its compiler first.
 STARTS = {"fork": 0.5, "spawn": 10.0}
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"  # a user's folders may have its name, too
 
 
 def record_all(job: Rehearsal, ranks: Sequence[int], quiet: bool = False) -> tuple[dict[int, Trace], list[Mismatch]]:
@@ -66,7 +69,7 @@ def _each(job: Rehearsal, ranks: Sequence[int]) -> Iterator[tuple[int, Trace | M
 def start_method() -> str:
     """fork: a copy has all that is imported, and shape rules that torch has cached. Not with an accelerator, whose
     driver and backward threads do not survive it; nor on macOS, whose own libraries do not."""
-    forks = sys.platform == "linux" and torch.accelerator.current_accelerator(check_available=True) is None
+    forks = sys.platform == "linux" and not generic.any_kind()
     return "fork" if forks else "spawn"
 
 
@@ -78,10 +81,8 @@ def attempt(job: Rehearsal, rank: int) -> Trace | Mismatch:
     except ErnieKitError:
         raise
     except Exception as error:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if "/erniekit/" in f.filename]
-        where = (
-            f"{frames[-1].filename.rpartition('/erniekit/')[2]}:{frames[-1].lineno}" if frames else "an unknown line"
-        )
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(_PACKAGE)]
+        where = f"{frames[-1].filename.removeprefix(_PACKAGE)}:{frames[-1].lineno}" if frames else "an unknown line"
         what = str(error).splitlines()[0] if str(error) else ""
         return Mismatch((rank,), f"rank {rank} stops: {type(error).__name__}: {what}", (f"at {where}",))
 

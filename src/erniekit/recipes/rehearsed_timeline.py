@@ -166,6 +166,6 @@ def _lines(
 
 
 def time_text(value: float) -> str:
-    if 0 < value < 1e-4:
-        return f"{value * 1e6:.2g} µs"
+    if 5e-8 < value < 1e-4:
+        return f"{value * 1e6:.{1 if value < 1e-6 else 0}f} µs"
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"

@@ -28,7 +28,9 @@ from erniekit.recipes.changes import BASE, MODEL_CONFIG, TRAIN_DATA, describe_ch
 from erniekit.recipes.datasets import TrainData
 from erniekit.train.save import Saver
 
+ELSEWHERE = "a run of its own: the same command with output_dir=OTHER"
 DEALT = ("batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
+NEEDS_BASE = ("stage", "fine_tuning", "loss_type", "reference_free")  # keys that decide whether a run stores its base
 
 
 @dataclass(frozen=True)
@@ -125,15 +127,21 @@ def promises(cfg: RunConfig, data: TrainData, folder: ModelFolder, base: str | N
 def check_promises(cfg: RunConfig, point: Path | None, promise: dict[str, Any], data: TrainData) -> None:
     if point is None:
         return
+    extend.refuse_weights_only(cfg, point, data.max_steps)
     saved, _ = states.load(point)
     old, new = saved.promise, promise
-    if unknown := [key for key in new if key not in old]:
+    unknown = [key for key in new if key not in old]
+    if BASE in unknown and any(old.get(key) != new.get(key) for key in NEEDS_BASE):
+        unknown.remove(BASE)  # that run needed none
+    if unknown:
         emit(f"note     {point.name} is of another version, and these could not be compared: {', '.join(unknown)}")
     then, now = old.get("max_steps", data.max_steps), data.max_steps
     apart = {"max_steps"}  # compared below: more of them need not change anything
     if not cfg.given("decay_steps") and old.get("decay_steps") in (None, then):
         apart.add("decay_steps")  # which is max_steps, then and now
     compared = {key: value for key, value in new.items() if key not in apart}
+    if TRAIN_DATA in old:  # what follows from a key that is named below is no change of the data
+        compared[TRAIN_DATA] = data.fingerprints(old)
     changed = describe_changes(old, compared, cfg.data.train_dataset_path)
     if then < now and not changed and not cfg.checkpoint.override_resume:
         extend.check(cfg, point.name, then, now, saved.step)
@@ -146,7 +154,7 @@ def check_promises(cfg: RunConfig, point: Path | None, promise: dict[str, Any], 
         raise ConfigError(
             "this run is finished: with other settings nothing would be trained, and its records would be false",
             where="; ".join(changed),
-            fix="put them back, raise max_steps to train on, or choose another output_dir",
+            fix=f"put them back, or raise max_steps to train on; {ELSEWHERE}",
         )
     if cfg.checkpoint.override_resume:
         warn(f"resuming {point.name} with other settings, as set by override_resume: {'; '.join(changed)}")
@@ -154,7 +162,7 @@ def check_promises(cfg: RunConfig, point: Path | None, promise: dict[str, Any], 
     raise ConfigError(
         f"{point.name} was trained with other settings, so going on would not be the same run",
         where="; ".join(changed),
-        fix="put them back, or set override_resume: True to resume anyway, or choose another output_dir",
+        fix=f"put them back, or set override_resume: True to resume anyway; {ELSEWHERE}",
     )
 
 
@@ -173,17 +181,11 @@ def restore(cfg: RunConfig, saver: Saver, point: Path | None, data: TrainData, p
         saver.with_optimizer = saver.with_optimizer and not cfg.checkpoint.ignore_load_lr_and_optim
         state, verdict = saver.restore(point)
         saver.with_optimizer = not cfg.checkpoint.ignore_save_lr_and_optim
-        if saver.weights_only and state.step < data.max_steps and not cfg.checkpoint.ignore_load_lr_and_optim:
-            raise CheckpointError(
-                f"{point.name} holds only weights: its run ended with save_strategy: no",
-                where=str(point),
-                fix="ignore_load_lr_and_optim: True trains on with new optimiser states; a run that is to be extended "
-                "keeps them with ignore_save_lr_and_optim: False, or another save_strategy",
-            )
         proof = f"; {verdict.line()}" if verdict else ""
         emit(f"resume   {point} at step {state.step} of {data.max_steps}{proof}")
         if state.step >= data.max_steps:
-            emit(f"note     this run is finished; to train on, {extend.advice(cfg, data.max_steps)}")
+            alone = point.name if saver.weights_only else ""
+            emit(f"note     this run is finished; to train on, {extend.advice(cfg, data.max_steps, alone)}")
         if state.best_step is not None and cfg.checkpoint.load_best_model_at_end:
             protect_best(saver, state)
         saver.last_saved = state.step

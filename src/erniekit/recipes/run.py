@@ -1,4 +1,5 @@
-"""`erniekit train`, `eval` and `export`: config in, stage picked, result out. Called by cli/ and api/."""
+"""`erniekit train`, `eval`, `export`, `quantize` and `split`: config in, stage picked, result out. Called by cli/ and
+api/. Nothing here imports torch before the first line is on the screen."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from erniekit.config import RunConfig, for_world, load, refuse_later
+from erniekit.config import RunConfig, for_world, load, refuse_not_yet_supported
+from erniekit.config.opening_line import announce_command
 from erniekit.devices import entry_of
 from erniekit.early_imports import import_beside_torch, without_collections
 from erniekit.errors import ConfigError
@@ -21,13 +23,35 @@ if TYPE_CHECKING:
 
 
 def eval_command(args: list[str]) -> int:
-    run_eval(load(args, "eval"))
+    run_eval(_announced(args, "eval"))
     return 0
 
 
 def export_command(args: list[str]) -> int:
-    run_export(load(args, "export"))
+    run_export(_announced(args, "export"))
     return 0
+
+
+def quantize_command(args: list[str]) -> int:
+    cfg = _announced(args, "quantize")
+    with without_collections():
+        from erniekit.recipes.quantize import run_quantize
+    run_quantize(cfg)
+    return 0
+
+
+def split_command(args: list[str]) -> int:
+    cfg = _announced(args, "split")
+    with without_collections():
+        from erniekit.export.split import run_split
+    run_split(cfg)
+    return 0
+
+
+def _announced(args: list[str], command: str) -> RunConfig:
+    cfg = load(args, command)
+    announce_command(cfg)
+    return cfg
 
 
 def run_train(
@@ -68,7 +92,7 @@ def check_world(cfg: RunConfig, ranks: int) -> None:
 
 
 def run_eval(cfg: RunConfig, command: Sequence[str] = ()) -> RunResult:
-    refuse_later(cfg)
+    refuse_not_yet_supported(cfg)
     if cfg.train.eval_tasks:
         from erniekit.recipes.tasks import run_tasks
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from erniekit.checkpoint.hub import resolve_model
+from erniekit.checkpoint.manifest import Verify
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import RunConfig, for_world
 from erniekit.config.note import Note
@@ -33,7 +34,15 @@ from erniekit.parallel.cuda_graphs import Graphed
 from erniekit.parallel.mesh import World
 from erniekit.parallel.self_test import check_collectives
 from erniekit.parallel.world import check_model, check_schedule, device_here, open_world
-from erniekit.recipes import adapters, island_stages, memory_decisions, same_run, speed_decisions, trained_weights
+from erniekit.recipes import (
+    adapters,
+    island_stages,
+    memory_decisions,
+    same_run,
+    speed_decisions,
+    spread_recompute,
+    trained_weights,
+)
 from erniekit.recipes.expert_settings import as_built, mtp_tokens
 from erniekit.recipes.model_config import changes_of
 from erniekit.recipes.score_heads import head_changes
@@ -126,7 +135,7 @@ def plan_run(cfg: RunConfig, one_process: bool = False) -> RunPlan:
         cfg = for_world(cfg, world.layout.data_ranks)
         same_run.check_settings(cfg, world)
         check_collectives(world, device, torch_schedules=cfg.parallel.pp_runner == "torch")
-    return decide(cfg, device, world, open_model(cfg))
+    return decide(cfg, device, world, open_model(cfg, first=world.rank in world.leaders))
 
 
 def open_device(cfg: RunConfig) -> DevicePlan:
@@ -141,11 +150,10 @@ def open_device(cfg: RunConfig) -> DevicePlan:
     slow = f"bf16 is slow on {'a CPU' if device.vendor == 'cpu' else device.name}"
     if why := device.lacks.get("bf16"):
         slow = f"{device.name} has no bf16"
-        if kind == BF16 and cfg.given("compute_type"):
-            raise DeviceError(
-                f"{slow} ({why})", where=cfg.origin("compute_type"), fix="compute_type: fp32, or leave it out"
-            )
-    if not device.fast_bf16 and (kind in PACKED or (kind == BF16 and not cfg.given("compute_type"))):
+        if kind == BF16 and cfg.compute_type_given:
+            name = "compute_type" if cfg.given("compute_type") else "bf16"
+            raise DeviceError(f"{slow} ({why})", where=cfg.origin(name), fix=f"compute_type: fp32, or leave {name} out")
+    if not device.fast_bf16 and (kind in PACKED or (kind == BF16 and not cfg.compute_type_given)):
         base = f" with frozen_base: {cfg.lora.frozen_base}" if kind in PACKED else ""
         otherwise = f"; write compute_type: bf16{base} to have it" if cfg.train.do_train or not base else ""
         note = Note("compute_type", kind, "fp32", slow + ("" if why else otherwise))
@@ -184,7 +192,8 @@ def packed_as(cfg: RunConfig) -> str:
     return PACKED[cfg.precision.compute_type][0] if cfg.precision.compute_type in PACKED else BF16
 
 
-def open_model(cfg: RunConfig) -> ModelFolder:
+def open_model(cfg: RunConfig, first: bool = True) -> ModelFolder:
+    """first: of the ranks on this machine. It compares a checkpoint's files with their digests for all."""
     path = resolve_model(cfg.model.model_name_or_path, cfg.model.download_hub)
     if is_adapter(path) and not (path / "config.json").is_file():
         raise CheckpointError(
@@ -194,7 +203,8 @@ def open_model(cfg: RunConfig) -> ModelFolder:
             "or merge it first with erniekit export",
         )
     changes = changes_of(cfg, path) | head_changes(cfg, path)
-    folder = ModelFolder(path, weights=cfg.model.continue_training, changes=changes)
+    verify: Verify = cfg.checkpoint.verify if first else "size"  # type: ignore[assignment]
+    folder = ModelFolder(path, weights=cfg.model.continue_training, changes=changes, verify=verify)
     folder.spec.check_layout(cfg.checkpoint.save_format)
     return folder
 
@@ -220,7 +230,9 @@ def decide(cfg: RunConfig, device: Device, world: World, folder: ModelFolder) ->
     lora, notes = adapters.decide(cfg, folder)
     memory_decisions.check_backward_updates(cfg, world)
     speed_decisions.force_kernels(cfg)
-    cfg = speed_decisions.for_device(cfg.derive(*notes), device, world, model)
+    cfg = cfg.derive(*notes)
+    cfg = cfg.derive(*spread_recompute.notes(cfg, device, world, folder, lora))
+    cfg = speed_decisions.for_device(cfg, device, world, model)
     memory_decisions.advise(cfg, device, world, model)
     if cfg.lora.packed_base:
         check_frozen_base(

@@ -1,6 +1,6 @@
 """The first lines of a run: what will happen, with which data, on what; the same facts go to run.json.
 
-Called by training.py and doctor.py.
+Called by training.py and doctor_command.py.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _faster(card: tuple[int, int]) -> str | None:
     return faster_attention(card, installed(flash4.PACKAGE), installed(cudnn_packed.PACKAGE))
 
 
-def show_data(data: TrainData) -> None:
+def show_data(data: TrainData, cfg: RunConfig) -> None:
     for label, sources in (("data", data.sources), ("eval", data.evaluation)):
         lines = [line for source in sources for line in source.report.lines()]
         for k, line in enumerate(lines + total_lines([s.report for s in sources])):
@@ -75,11 +75,11 @@ def show_data(data: TrainData) -> None:
     if data.is_streamed:
         emit(f"train    {amount}; rows are read on while it trains (streaming)")
         return
-    emit(
-        f"train    {amount}; "
-        f"{counted(data.packs_per_epoch, 'sequence')} of {data.stream.max_seq_len:,} tokens per epoch, "
-        f"{100 * data.filled:.0f} % filled"
-    )
+    # Rows of one sample each are as long as it is, not filled up.
+    packing = cfg.data.packing or cfg.train.stage == "PT"
+    size = f"of {'' if packing else 'at most '}{data.stream.max_seq_len:,} tokens per epoch"
+    filled = f", {100 * data.filled:.0f} % filled" if packing else ""
+    emit(f"train    {amount}; {counted(data.packs_per_epoch, 'sequence')} {size}{filled}")
     if isinstance(data.stream, StagedPacks):
         steps = [(pack // data.packs_per_step + 1, shares) for pack, shares in data.stream.stages]
         emit("mix      " + "; ".join(f"from step {n:,}: {'/'.join(f'{s:g}' for s in shares)}" for n, shares in steps))

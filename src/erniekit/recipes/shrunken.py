@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from erniekit.checkpoint.model_writer import write_model
-from erniekit.config import RunConfig, refuse_later
+from erniekit.config import RunConfig, refuse_not_yet_supported
 from erniekit.data.index_command import index_command
 from erniekit.demo import shapes
 from erniekit.demo.tiny import TRAIN, VOCAB, demo_text, make_tokenizer
@@ -181,7 +181,7 @@ def write_small_corpus(tokenizer: Path, prefix: Path) -> None:
 def train_shrunken(cfg: RunConfig, arguments: list[str], most: int, layout: Layout | None = None) -> int:
     """Trains a small model of the recipe, by the command itself; its exit code: 2 where it was refused, else 0 or 1.
     layout: of the run on a number of ranks; else the recipe's degrees are the run's."""
-    refuse_later(cfg)
+    refuse_not_yet_supported(cfg)
     with tempfile.TemporaryDirectory(prefix="erniekit-shrunken-") as place:
         folder = Path(place)
         ranks, keys = small_run(cfg, most, folder / "out", folder / "cache", layout)

@@ -44,12 +44,13 @@ TWO_BANKS_LAUNCHES = 13e-3  # of one with a bank for text and one for pictures
 WORTH_COMPILING = 900.0
 FILLED = 0.99  # of compiled rows that are padded further it is faster to leave both the padding and the compiler
 SHORT_RUN = "a run of minutes ends sooner without it; compile: True makes steps 0 to 3 % faster"
+REPLAYED_STAGES = ("SFT", "PT", "VL-SFT")
 MANY_LENGTHS = "rows of many lengths; length_buckets: auto makes them few, packing: True of one"
 
 
 def for_device(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -> RunConfig:
     cfg = cfg.derive(*_buckets(cfg, device, world, model))
-    cfg = cfg.derive(*_recompute(cfg, device, world, model))
+    cfg = cfg.derive(*_recompute(cfg, device, model))
     return cfg.derive(*host_layers(cfg, device, world, model))
 
 
@@ -169,7 +170,7 @@ def _ends_soon(cfg: RunConfig, device: Device, model: DecoderConfig, tokens: flo
 def _launched_as_written(cfg: RunConfig, device: Device, world: World, model: DecoderConfig, tokens: float) -> bool:
     """Whether layers that are not replayed keep the device at work without being compiled. Measured of dense ones that
     are whole on their rank, trained and computed once."""
-    if model.moe is not None or cfg.memory.recompute or cfg.lora.lora or _collectives_inside(world.layout):
+    if model.moe is not None or cfg.memory.recompute or cfg.lora.lora or collectives_inside(world.layout):
         return False
     return bool(device.peak_flops) and not launches_show(cfg, device, model, tokens)
 
@@ -185,7 +186,7 @@ def _graph(cfg: RunConfig, device: Device, world: World, model: DecoderConfig, t
     requested, why_not = cfg.model.cuda_graph, None
     if not device.records_graphs:
         why_not = "this kind of device replays no graphs"
-    elif problem := _collectives_inside(world.layout):
+    elif problem := collectives_inside(world.layout):
         why_not = problem
     elif cfg.optim.update_in_backward:
         why_not = "a graph's gradients are all complete at once, and update_in_backward lets each go"
@@ -201,7 +202,7 @@ def _graph(cfg: RunConfig, device: Device, world: World, model: DecoderConfig, t
         why_not = "layers are computed again in the backward pass"
     elif model.moe is not None and (model.hidden_size % ALIGNED or model.moe.width % ALIGNED):
         why_not = "the host waits for the routing: no grouped product takes experts of these widths"
-    elif cfg.train.stage not in ("SFT", "PT", "VL-SFT"):
+    elif cfg.train.stage not in REPLAYED_STAGES:
         why_not = f"not with stage: {cfg.train.stage}"
     elif requested is None and not launches_show(cfg, device, model, tokens):
         why_not = "the device needs longer for a micro-batch than the host for its launches"
@@ -223,7 +224,7 @@ def _why_not_replayed_as_written(cfg: RunConfig, device: Device, model: DecoderC
     return None
 
 
-def _collectives_inside(layout: Layout) -> str | None:
+def collectives_inside(layout: Layout) -> str | None:
     """Why layers of this layout cannot be recorded; copies of a model that only add their gradients up can."""
     if layout.pp > 1:
         return "a pipeline has several micro-batches under way, of which a graph holds one"
@@ -250,13 +251,14 @@ def _micro_batch_seconds(cfg: RunConfig, device: Device, model: DecoderConfig, t
     return work * tokens / (USUAL_MFU * peak) if peak else float("inf")
 
 
-def _recompute(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -> Iterator[Note]:
+def _recompute(cfg: RunConfig, device: Device, model: DecoderConfig) -> Iterator[Note]:
+    """On one rank; on several, spread_recompute.py has decided before."""
     m = cfg.memory
     if not m.recompute or m.recompute_granularity != "auto":
         return
     yield Note("recompute_granularity", "auto", "full", "whole layers, as few as needed")
     limit = limit_of(cfg, device)
-    if world.size > 1 or not limit:
+    if not limit:
         return
     count = _computed_again(cfg, model, cfg.train.per_device_train_batch_size * cfg.data.max_seq_len, limit)
     kept = tuple(range(count, model.num_layers))

@@ -191,7 +191,7 @@ def run_tasks(cfg: RunConfig) -> RunResult:
     opened = open_device(cfg)
     cfg, device, dtype = opened.config, opened.device, opened.dtype
     source, base, trained = what_to_evaluate(cfg)
-    found = find_model(source, base, cfg.model.download_hub, cfg.lora.override_base)
+    found = find_model(source, base, cfg.model.download_hub, cfg.lora.override_base, cfg.checkpoint.verify)
     refuse_score_head(found.weights.config.labels, "eval_tasks", str(found.weights.path))
     tokenizer = found.tokenizer(cfg.model.tokenizer_name)
     model = found.build(dtype, device.handle, packed)

@@ -18,6 +18,7 @@ import torch
 
 from erniekit.checkpoint.manager import CheckpointManager
 from erniekit.checkpoint.probe import Probe
+from erniekit.checkpoint.read_ahead import reading_ahead
 from erniekit.config import RunConfig
 from erniekit.config.metrics import PREFIX
 from erniekit.data.formats import CLASS_FORMATS, FORMATS, PREFERENCE_FORMATS, UNPAIRED_FORMATS
@@ -34,6 +35,7 @@ from erniekit.parallel.world import device_here, leave
 from erniekit.recipes import (
     doctor,
     expert_layers,
+    extend,
     finish,
     fp8_training,
     lost_rank,
@@ -58,7 +60,7 @@ from erniekit.recipes.schedule import make_schedule
 from erniekit.recipes.session import Session
 from erniekit.recipes.stage import Prepare, TrainingStage
 from erniekit.recipes.streaming import report_read_rows
-from erniekit.recipes.vision_features import KeptFeatures, looking
+from erniekit.recipes.vision_features import KeptFeatures, vision_training
 from erniekit.result import RunResult
 from erniekit.track import TRACKERS, Trackers, make_trackers
 from erniekit.track.runfile import RunRecord
@@ -118,10 +120,10 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
     manager = checkpoints(cfg, output)
     held = manager if world.is_main else nullcontext()  # one rank holds the folder, the others only look
     dog = Watchdog(output, world.rank, cfg.train.hang_soft_s, cfg.train.hang_hard_s)
-    tell = lost_rank.told(manager, world, dog, command)
+    tell = lost_rank.explained(manager, world, dog, command)
     with (
         held,
-        Signals() as signals,
+        Signals(None if launch or not world.is_main else partial(newest_name, manager)) as signals,
         trackers_for(cfg, output, record, session) as trackers,
         dog,
         tell,
@@ -133,11 +135,14 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
         parts.end("plan")
         disks = resume.look_at_disks(output, world)
         point = resume.find(cfg, manager, world, disks, launch)
+        extend.refuse_weights_only(cfg, point, cfg.train.max_steps)  # before data is prepared, where steps are given
+        if world.rank in world.leaders:  # files are one machine's, and so is its memory
+            ends.enter_context(reading_ahead(set(folder.files.values())))
         data = stage.open_data(plan, tokenizer, output)
         ends.callback(data.close)
         plan = with_data(plan, data)
         cfg = plan.config
-        run_summary.show_data(data)
+        run_summary.show_data(data, plan.config)
         changed = changed_data(cfg, [source.report for source in (*data.sources, *data.evaluation)])
         for line in changed:
             emit(f"note     {line}")
@@ -150,7 +155,7 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
 
         built = build(plan, stage, base)
         optimizer = make_optimizer(cfg, built)
-        kernels = kernel_table(built, optimizer.fused is not None)
+        kernels = kernel_table(built, optimizer)
         first = data.first_batch()
         scales = fp8_training.scales_of(cfg, built, first)
         coverage = run_summary.show_coverage(built)
@@ -216,6 +221,11 @@ class StartTimes:
     def all(self) -> dict[str, float]:
         """And what importing libraries of kernels took of them."""
         return self.seconds | {f"import {name}": took for name, took in IMPORT_SECONDS.items()}
+
+
+def newest_name(manager: CheckpointManager) -> str:
+    point = manager.newest_whole()
+    return point.name if point else ""
 
 
 def checkpoints(cfg: RunConfig, output: Path) -> CheckpointManager:
@@ -316,7 +326,7 @@ def hooks_for(
         first=cfg.tracking.logging_first_step,
         ranks=built.world.size,
         further=data.mtp_tokens,
-        also=told_by(
+        also=metrics_of(
             loads,
             saver.scales if cfg.quant.enable_fp8_quantize_analysis else None,
             prepare if isinstance(prepare, KeptFeatures) else None,
@@ -324,7 +334,7 @@ def hooks_for(
         perplexity=stage.perplexity and not cfg.distill.teacher_model_name_or_path,
         adapters=adapters_met_of(built.folder.config, ((n, p.numel()) for n, p in built.whole.named_parameters())),
         live_reference=isinstance(prepare, Reference) and not prepare.kept,
-        looking=looking(built, prepare),
+        vision_training=vision_training(built, prepare),
     )
     sweep: list[Hook] = [CollectGarbage(cfg.memory.gc_interval)] if cfg.memory.gc_interval else []
     first: list[Hook] = [hook for hook in (loads, saver.scales) if hook is not None]
@@ -354,7 +364,7 @@ def generation(cfg: RunConfig, built: Built, data: TrainData, trackers: Trackers
     return GenerationEval(cfg, built, data, open_tokenizer(built.plan), trackers, output)
 
 
-def told_by(*hooks: ExpertBalance | StaticScales | KeptFeatures | None) -> Callable[[], dict[str, float]]:
+def metrics_of(*hooks: ExpertBalance | StaticScales | KeptFeatures | None) -> Callable[[], dict[str, float]]:
     """What these add to every record."""
     return lambda: {name: value for hook in hooks if hook is not None for name, value in hook.metrics().items()}
 

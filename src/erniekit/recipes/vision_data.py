@@ -20,6 +20,7 @@ from erniekit.data.formats.fields import BadRow
 from erniekit.data.media.limits import MediaError
 from erniekit.data.mix import SampleOrder
 from erniekit.data.pack import PackStream
+from erniekit.data.report import BadRowsFile
 from erniekit.data.thinking import Thinking, divided, kept, write_out
 from erniekit.data.token_cache import TokenSource, open_sources
 from erniekit.data.tokenizer import Tokenizer
@@ -39,7 +40,7 @@ from erniekit.errors import ConfigError
 from erniekit.export.vision_rules import vision_rules
 from erniekit.log import emit, warn
 from erniekit.recipes.data_rows import row_rules
-from erniekit.recipes.dataset_files import dataset_files, file_shares
+from erniekit.recipes.dataset_files import dataset_files, file_shares, one_of_several
 from erniekit.recipes.datasets import TrainData, counted, steps_accumulated
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.served_prompts import Compared
@@ -55,8 +56,8 @@ def open_vision_data(plan: RunPlan, tokenizer: Tokenizer, output: Path) -> Train
         raise ConfigError("no training data", where="train_dataset_path", fix="name a file, e.g. --data my.jsonl")
     rules = vision_rules(cfg, plan.folder.path)
 
-    def listed(name: str) -> Path | None:  # one rank reports bad rows
-        return output / name if world.is_main else None
+    def listed(name: str) -> BadRowsFile:  # one rank writes it
+        return BadRowsFile(output / name, world.is_main)
 
     pictures = vision_sources(cfg, "train", tokenizer, rules, listed("bad_rows.jsonl"))
     for line in beyond_patches(cfg, pictures):
@@ -73,28 +74,29 @@ def open_vision_data(plan: RunPlan, tokenizer: Tokenizer, output: Path) -> Train
 
 
 def vision_sources(
-    cfg: RunConfig, which: str, tokenizer: Tokenizer, rules: VisionRules, bad_rows: Path | None
+    cfg: RunConfig, which: str, tokenizer: Tokenizer, rules: VisionRules, bad_rows: Path | BadRowsFile | None
 ) -> list[VisionSource]:
     """The train or eval files, tokenised."""
     d = cfg.data
     files, formats = vision_files(cfg, which)
-    return [
-        open_vision_source(
-            path,
-            formats[n],
-            tokenizer,
-            rules,
-            max_seq_len=d.max_seq_len,
-            overlong=d.overlong,  # type: ignore[arg-type]
-            thinking=d.train_thinking,  # type: ignore[arg-type]
-            cache_dir=d.cache_dir,
-            num_proc=d.dataset_num_proc,
-            max_bad_fraction=1.0 if cfg.compat.ignores_bad_rows else d.max_bad_fraction,
-            bad_rows_path=bad_rows,
-            append_bad_rows=n > 0,
-        )
-        for n, path in enumerate(files)
-    ]
+    with one_of_several(cfg, which):
+        return [
+            open_vision_source(
+                path,
+                formats[n],
+                tokenizer,
+                rules,
+                max_seq_len=d.max_seq_len,
+                overlong=d.overlong,  # type: ignore[arg-type]
+                thinking=d.train_thinking,  # type: ignore[arg-type]
+                cache_dir=d.cache_dir,
+                num_proc=d.dataset_num_proc,
+                max_bad_fraction=1.0 if cfg.compat.ignores_bad_rows else d.max_bad_fraction,
+                bad_rows_path=bad_rows,
+                append_bad_rows=n > 0,
+            )
+            for n, path in enumerate(files)
+        ]
 
 
 def vision_files(cfg: RunConfig, which: str) -> tuple[list[Path], list[str | None]]:
@@ -116,7 +118,7 @@ def vision_files(cfg: RunConfig, which: str) -> tuple[list[Path], list[str | Non
     return [Path(file.path) for file in files], formats
 
 
-def text_sources(cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path | None) -> list[TokenSource]:
+def text_sources(cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path | BadRowsFile | None) -> list[TokenSource]:
     """Of text_dataset_path, the stream between the pictures."""
     d, v = cfg.data, cfg.vision
     return open_sources(

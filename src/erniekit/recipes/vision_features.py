@@ -7,7 +7,7 @@ The tower gets each picture by itself, with the cache and without it, so that it
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,23 +22,24 @@ from erniekit.data.vision.features import FOLDER, FeatureShape, FeatureStore, fr
 from erniekit.errors import ConfigError
 from erniekit.files.cache_folder import default_cache_dir
 from erniekit.log import emit, warn_once
+from erniekit.model_contract import choose_kernels, spread, vision_language
 from erniekit.models.costs import adapters_met_of
 from erniekit.models.layers.linear import HoldsWeight
-from erniekit.models.layers.seeing import TOKENS, TOWER
+from erniekit.models.layers.vision_language import TOKENS, TOWER
 from erniekit.models.vision_parts import part_of
 from erniekit.parallel.compiled import compile_row_functions
 from erniekit.parallel.memory import give_memory
 from erniekit.recipes.built import Built
 from erniekit.recipes.datasets import TrainData
-from erniekit.train.metrics import Looking
+from erniekit.train.metrics import VisionTraining
 
 GB = 10**9
 VERSION = 1  # of how features are computed: raise it when the same weights and pixels would give others
 
 
 @dataclass(frozen=True)
-class Eyes:
-    """What looks: the run's own tower, or a copy of it where the run's is spread over ranks."""
+class FeatureEncoder:
+    """What computes features: the run's own tower, or a copy of it where the run's is spread over ranks."""
 
     tower: Any
     resampler: Any | None  # None: it is trained, so that what is kept ends before it
@@ -48,7 +49,7 @@ class Eyes:
         return [self.tower, *([self.resampler] if self.resampler is not None else [])]
 
     @torch.no_grad()
-    def look(self, pixels: torch.Tensor, grid: tuple[int, int, int], device: torch.device) -> torch.Tensor:
+    def encode(self, pixels: torch.Tensor, grid: tuple[int, int, int], device: torch.device) -> torch.Tensor:
         seen: torch.Tensor = self.tower(pixels.to(device), [grid])
         return seen if self.resampler is None else self.resampler(seen, [grid])
 
@@ -65,8 +66,8 @@ class Eyes:
 class KeptFeatures:
     """A stage's `prepare`: before a step, features of pictures that have none are computed, used and kept."""
 
-    def __init__(self, eyes: Eyes, store: FeatureStore, device: torch.device, summary: str) -> None:
-        self.eyes, self.store, self.device, self.summary = eyes, store, device, summary
+    def __init__(self, encoder: FeatureEncoder, store: FeatureStore, device: torch.device, summary: str) -> None:
+        self.encoder, self.store, self.device, self.summary = encoder, store, device, summary
 
     def __call__(self, batches: Sequence[Batch]) -> Sequence[Batch]:
         return [self.seen(batch) for batch in batches]
@@ -77,7 +78,7 @@ class KeptFeatures:
             return batch
         rows = vision.patches
         for one in vision.unseen:
-            features = self.eyes.look(one.pixels, one.grid, self.device)
+            features = self.encoder.encode(one.pixels, one.grid, self.device)
             laid_out = self.store.shape.laid_out(features, one.grid)
             rows[one.start : one.start + laid_out.shape[0]] = laid_out.to(rows.device)
             if one.medium is not None:
@@ -117,8 +118,10 @@ def feature_cache(cfg: RunConfig, built: Built, data: TrainData) -> KeptFeatures
         return None
     if not patches:  # text alone
         return None
-    eyes = _eyes(built, "resampler" in frozen) if _vision_models(built) else None  # later pipeline stages have no tower
-    name = built.world.broadcast(_name(built, eyes, shape) if eyes is not None else "")  # the first rank's
+    encoder = (
+        _encoder(built, "resampler" in frozen) if _vision_models(built) else None
+    )  # later pipeline stages have no tower
+    name = built.world.broadcast(_name(built, encoder, shape) if encoder is not None else "")  # the first rank's
     folder = Path(cfg.data.cache_dir or default_cache_dir()).expanduser() / FOLDER
     capacity = free_space(folder, limit, needed, name) if built.world.is_main else 0
     capacity = built.world.broadcast(capacity) // built.world.size
@@ -127,12 +130,12 @@ def feature_cache(cfg: RunConfig, built: Built, data: TrainData) -> KeptFeatures
     emit(f"features {summary}: a picture is decoded and computed once (vision_feature_cache)")
     if needed > limit:
         emit(f"note     vision_feature_cache_gb is {limit / GB:g}: pictures beyond it are computed in every step")
-    if eyes is None:
+    if encoder is None:
         return None
     collate.store = FeatureStore(folder / name, shape, capacity)
     for part in _vision_models(built):
         part.kept = TOKENS if shape.tokens else TOWER
-    return KeptFeatures(eyes, collate.store, built.device.handle, f"vision_feature_cache: {summary}")
+    return KeptFeatures(encoder, collate.store, built.device.handle, f"vision_feature_cache: {summary}")
 
 
 def seen_before(built: Built, batch: Batch) -> Batch:
@@ -140,17 +143,17 @@ def seen_before(built: Built, batch: Batch) -> Batch:
     vision, frozen = batch.vision, _frozen_parts(built)
     assert vision is not None
     assert "tower" in frozen
-    shape, eyes = _shape(built, "resampler" in frozen), _eyes(built, "resampler" in frozen)
+    shape, encoder = _shape(built, "resampler" in frozen), _encoder(built, "resampler" in frozen)
     for part in _vision_models(built):
         part.kept = TOKENS if shape.tokens else TOWER
     grids = [(int(t), int(h), int(w)) for t, h, w in vision.grids.tolist()]
     rows = []
     for pixels, grid in zip(vision.patches.split([t * h * w for t, h, w in grids]), grids):
-        rows.append(shape.laid_out(eyes.look(pixels, grid, built.device.handle), grid).cpu())
+        rows.append(shape.laid_out(encoder.encode(pixels, grid, built.device.handle), grid).cpu())
     return replace(batch, vision=vision._replace(patches=torch.cat(rows)))
 
 
-def looking(built: Built, kept: Any) -> Looking | None:
+def vision_training(built: Built, kept: Any) -> VisionTraining | None:
     """How tower and resampler are trained, for FLOPs; None: a text model. kept: a run's `prepare`."""
     config = built.folder.config
     if config.vision is None:
@@ -158,7 +161,7 @@ def looking(built: Built, kept: Any) -> Looking | None:
     trained = [(part_of(n), "lora" in n.split(".")) for n, p in built.whole.named_parameters() if p.requires_grad]
     sizes = ((name, p.numel()) for name, p in built.whole.named_parameters())
     what = "" if not isinstance(kept, KeptFeatures) else TOKENS if kept.store.shape.tokens else TOWER
-    return Looking(
+    return VisionTraining(
         tower_trained=any(part == "tower" for part, _ in trained),
         resampler_trained=("resampler", False) in trained,
         adapted=("resampler", True) in trained,
@@ -193,7 +196,7 @@ def _gb(count: int) -> str:
 
 def _vision_models(built: Built) -> list[Any]:
     """The parts of the model here that have a tower."""
-    return [part for part in built.engine.parts if hasattr(part, "tower")]
+    return [part for part in built.engine.parts if vision_language(part) is not None and spread(part).first]
 
 
 def _frozen_parts(built: Built) -> set[str]:
@@ -206,8 +209,8 @@ def _why_not(cfg: RunConfig, built: Built, frozen: set[str]) -> str:
     """Empty: there is no reason against it."""
     if "tower" not in frozen:
         return "the tower is trained"
-    looking = [m for part in _vision_models(built) for name, m in part.named_modules() if part_of(name) in frozen]
-    if any(isinstance(m, HoldsWeight) and (m.packed_shape is not None or m.rounding is not None) for m in looking):
+    parts = [m for part in _vision_models(built) for name, m in part.named_modules() if part_of(name) in frozen]
+    if any(isinstance(m, HoldsWeight) and (m.packed_shape is not None or m.rounding is not None) for m in parts):
         return "the tower's weights are rounded in this run"
     if built.world.layout.fsdp > 1 and not cfg.model.continue_training:
         return "random weights are spread over the ranks"
@@ -222,12 +225,12 @@ def _shape(built: Built, tokens: bool) -> FeatureShape:
     return FeatureShape(width, built.dtype, tokens, v.merge)
 
 
-def _eyes(built: Built, with_resampler: bool) -> Eyes:
+def _encoder(built: Built, with_resampler: bool) -> FeatureEncoder:
     if built.world.layout.fsdp == 1:
         model: Any = _vision_models(built)[0]
     else:
         model = _copy(built, with_resampler)
-    return Eyes(model.tower, model.resampler if with_resampler else None)
+    return FeatureEncoder(model.tower, model.resampler if with_resampler else None)
 
 
 def _copy(built: Built, with_resampler: bool) -> Any:
@@ -237,13 +240,12 @@ def _copy(built: Built, with_resampler: bool) -> Any:
     entries = {entry.ours: entry for entry in folder.entries() if not entry.copy_of}
     names = ["tower", *(["resampler"] if with_resampler else [])]
     for name in names:
-        part = getattr(model, name)
+        part: Any = model.get_submodule(name)
         part.alone = True
         give_memory(part, device.handle)
         part.requires_grad_(False)
         if device.triton:
-            for choose in _choosers(part):
-                choose(device.handle)
+            choose_kernels(part, device.handle)
         with torch.no_grad():
             for inner, slot in part.named_parameters():
                 slot.copy_(folder.read(entries[f"{name}.{inner}"]))
@@ -252,15 +254,20 @@ def _copy(built: Built, with_resampler: bool) -> Any:
     return model
 
 
-def _choosers(part: nn.Module) -> Iterable[Any]:
-    return [m.choose_kernels for m in part.modules() if hasattr(m, "choose_kernels")]
-
-
-def _name(built: Built, eyes: Eyes, shape: FeatureShape) -> str:
+def _name(built: Built, encoder: FeatureEncoder, shape: FeatureShape) -> str:
     """Of all that features depend on besides the pixels: weights, sizes, and what computes, as bits depend on that."""
     v = built.folder.config.vision
     how = bool(built.plan.config.model.compile), torch.are_deterministic_algorithms_enabled()
-    summary = (VERSION, eyes.digest(), repr(v), repr(shape), built.device.name, torch.__version__, _threads(built), how)
+    summary = (
+        VERSION,
+        encoder.digest(),
+        repr(v),
+        repr(shape),
+        built.device.name,
+        torch.__version__,
+        _threads(built),
+        how,
+    )
     return hashlib.blake2b(repr(summary).encode(), digest_size=16).hexdigest()
 
 

@@ -8,13 +8,14 @@ from pathlib import Path
 from erniekit.config import RunConfig
 from erniekit.data.preference import PairRules
 from erniekit.data.preference_collate import collate_pairs
-from erniekit.data.report import DataReport
+from erniekit.data.report import BadRowsFile, DataReport
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch
 from erniekit.data.vision import pairs
 from erniekit.data.vision.rules import VisionRules
 from erniekit.errors import ConfigError
 from erniekit.parallel.mesh import World
+from erniekit.recipes.dataset_files import one_of_several
 from erniekit.recipes.datasets import TrainData, counted, eval_batches, steps_accumulated
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.vision_data import vision_collate, vision_files, vision_rules, vision_stream
@@ -32,8 +33,8 @@ def open_vision_pairs(plan: RunPlan, tokenizer: Tokenizer, output: Path, rules: 
         )
     seen = vision_rules(cfg, plan.folder.path)
 
-    def listed(name: str) -> Path | None:  # one rank reports bad rows
-        return output / name if world.is_main else None
+    def listed(name: str) -> BadRowsFile:  # one rank writes it
+        return BadRowsFile(output / name, world.is_main)
 
     sources = pair_sources(cfg, "train", tokenizer, seen, rules, listed("bad_rows.jsonl"))
     wants_eval = bool(d.eval_dataset_path) and (t.do_eval or t.evaluation_strategy != "no")
@@ -60,7 +61,12 @@ def held_out_pairs(
 
 
 def pair_sources(
-    cfg: RunConfig, which: str, tokenizer: Tokenizer, seen: VisionRules, rules: PairRules, bad_rows: Path | None
+    cfg: RunConfig,
+    which: str,
+    tokenizer: Tokenizer,
+    seen: VisionRules,
+    rules: PairRules,
+    bad_rows: Path | BadRowsFile | None,
 ) -> list[pairs.VisionPairSource]:
     d = cfg.data
     files, formats = vision_files(cfg, which)
@@ -68,16 +74,17 @@ def pair_sources(
         tokenizer=tokenizer, max_seq_len=d.max_seq_len, overlong=d.overlong, compat=False, pairs=rules,
         thinking=d.train_thinking, rules=seen,
     )  # fmt: skip
-    return [
-        pairs.open_vision_pairs(
-            path,
-            formats[n],
-            job,
-            cache_dir=d.cache_dir,
-            num_proc=d.dataset_num_proc,
-            max_bad_fraction=d.max_bad_fraction,
-            bad_rows_path=bad_rows,
-            append_bad_rows=n > 0,
-        )
-        for n, path in enumerate(files)
-    ]
+    with one_of_several(cfg, which):
+        return [
+            pairs.open_vision_pairs(
+                path,
+                formats[n],
+                job,
+                cache_dir=d.cache_dir,
+                num_proc=d.dataset_num_proc,
+                max_bad_fraction=d.max_bad_fraction,
+                bad_rows_path=bad_rows,
+                append_bad_rows=n > 0,
+            )
+            for n, path in enumerate(files)
+        ]

@@ -14,7 +14,7 @@ from erniekit.data.types import Batch
 from erniekit.data.vision.collate import VisionCollate
 from erniekit.data.vision.layout import tokens_of
 from erniekit.errors import ConfigError
-from erniekit.models.layers.seeing import LOSS_PICTURES, LOSS_TEXT
+from erniekit.models.layers.vision_language import LOSS_PICTURES, LOSS_TEXT
 from erniekit.parallel.mesh import World
 from erniekit.recipes import vision_data
 from erniekit.recipes.built import Built

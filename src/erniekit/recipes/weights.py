@@ -102,10 +102,10 @@ def whole_adapters(
 
 
 def saved(folder: Path, whole: nn.Module, sharding: Sharding, rank: int, lora: bool, seed: int) -> Fill:
-    """A checkpoint's weights: the adapters, or the whole model."""
+    """A checkpoint's weights: the adapters, or the whole model. Its files have been compared by who chose it."""
     if lora:
         from erniekit.lora.adapter_files import read_adapter
 
-        values = whole_adapters(whole, seed, read_adapter(folder, whole))
+        values = whole_adapters(whole, seed, read_adapter(folder, whole, verify="size"))
         return from_whole(values, sharding, rank)
-    return from_folder(ModelFolder(folder), sharding, rank)
+    return from_folder(ModelFolder(folder, verify="size"), sharding, rank)

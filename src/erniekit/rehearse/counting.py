@@ -134,7 +134,8 @@ def count(work: CountedWork, func: Any, args: Any, kwargs: Any, out: Any) -> Non
         work.products += flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
         work.passes += _bytes(args) + (0 if "out" in kwargs else _bytes(out)) + _bytes(kwargs.values())
     elif func.namespace == "erniekit" and name in OURS:
-        OURS[name](work, args, out)
+        given = dict(zip((argument.name for argument in func._schema.arguments), args))
+        OURS[name](work, given, out)
     elif func.namespace == "fsdp":
         work.update += _bytes(args) + _bytes(kwargs.values())
     elif name in UPDATES:
@@ -149,16 +150,20 @@ def _attention(args: Any, kwargs: Any, first: int, out: Any) -> tuple[float, int
     return (2.0 if causal else 4.0) * batch * heads * rows * k.shape[-2] * width, k.shape[-2]
 
 
-def _experts(work: CountedWork, args: Any, out: Any) -> None:
-    """erniekit::expert_mlp(x, row_of, ...) -> (y, middle, ...)."""
-    x, middle = args[0], out[1]
+# Ops of this package, whose bodies are not seen. given: their arguments by name.
+
+Given = dict[str, Any]
+
+
+def _experts(work: CountedWork, given: Given, out: Any) -> None:
+    """(y, middle, ...)."""
+    x, middle = given["x"], out[1]
     work.experts += _expert_flops(x, middle)
     work.passes += _expert_bytes(x, middle)
 
 
-def _experts_backward(work: CountedWork, args: Any, out: Any) -> None:
-    """erniekit::expert_mlp_backward(grad, x, ..., middle, z, z_down, wanted)."""
-    x, middle, wanted = args[1], args[-4], args[-1]
+def _experts_backward(work: CountedWork, given: Given, out: Any) -> None:
+    x, middle, wanted = given["x"], given["middle"], given["wanted"]
     trained = (2 * wanted[2] + wanted[3]) / 3  # of gate and up, and of down, which has half as many
     work.experts += (1 + trained) * _expert_flops(x, middle)
     work.passes += 2 * _expert_bytes(x, middle)
@@ -174,23 +179,40 @@ def _expert_bytes(x: torch.Tensor, middle: torch.Tensor) -> float:
     return float(x.element_size() * (2 * middle.shape[0] * x.shape[-1] + 1.5 * middle.numel()))
 
 
-def _linear(work: CountedWork, args: Any, out: Any) -> None:
-    """erniekit::stored_linear(x, weight..., turned) -> y."""
-    work.products += 2.0 * args[0].numel() * out.shape[-1]
-    work.passes += _bytes(args) + _bytes(out)
+def _linear(work: CountedWork, given: Given, out: Any) -> None:
+    work.products += 2.0 * given["x"].numel() * out.shape[-1]
+    work.passes += _bytes(given.values()) + _bytes(out)
 
 
-def _weight_gradient(work: CountedWork, args: Any, out: Any) -> None:
-    """erniekit::stored_weight_gradient(grad, x, weight...)."""
-    work.products += 2.0 * args[0].numel() * args[1].shape[-1]
-    work.passes += _bytes(args[:2]) + _bytes(out)
+def _weight_gradient(work: CountedWork, given: Given, out: Any) -> None:
+    work.products += 2.0 * given["grad"].numel() * given["x"].shape[-1]
+    work.passes += _bytes((given["grad"], given["x"])) + _bytes(out)
 
 
-OURS: dict[str, Callable[[CountedWork, Any, Any], None]] = {
+def _adapted_linear(work: CountedWork, given: Given, out: Any) -> None:
+    """(y, x A^T)."""
+    x, rank = given["x"], given["A"].shape[0]
+    work.products += 2.0 * (x.numel() * (out[0].shape[-1] + rank) + rank * out[0].numel())
+    work.passes += _bytes(given.values()) + _bytes(out)
+
+
+def _adapted_linear_backward(work: CountedWork, given: Given, out: Any) -> None:
+    """wanted: of x, weight, bias, A, B."""
+    grad, x, rank = given["grad"], given["x"], given["A"].shape[0]
+    of_x, of_weight, _, of_A, of_B = given["wanted"]
+    whole = (of_x + of_weight) * grad.numel() * x.shape[-1]
+    low = ((of_x or of_A) + of_B) * grad.numel() + (of_x + of_A) * x.numel()
+    work.products += 2.0 * (whole + rank * low)
+    work.passes += _bytes(given.values()) + _bytes(out)
+
+
+OURS: dict[str, Callable[[CountedWork, Given, Any], None]] = {
     "expert_mlp": _experts,
     "expert_mlp_backward": _experts_backward,
     "stored_linear": _linear,
     "stored_weight_gradient": _weight_gradient,
+    "lora_linear": _adapted_linear,
+    "lora_linear_backward": _adapted_linear_backward,
 }
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from erniekit.devices import generic
 from erniekit.rehearse.calls import Call, RankGroup, Trace
 
 BACKEND = "rehearsal"
@@ -259,5 +260,4 @@ def _create(options: Any, _: Any) -> RecordedGroup:
 
 
 def _accelerators() -> list[str]:
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return [] if found is None else [found.type]
+    return [kind] if (kind := generic.any_kind()) else []

@@ -11,7 +11,8 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
-from erniekit.config import RunConfig, load, refuse_later
+from erniekit.config import RunConfig, load, refuse_not_yet_supported
+from erniekit.config.opening_line import announce_command
 from erniekit.data.media.limits import MediaLimits
 from erniekit.errors import ConfigError, ErnieKitError
 from erniekit.log import colour_on, paint
@@ -32,8 +33,10 @@ def chat_command(args: list[str]) -> int:
     """`erniekit chat [URL | DIR | RECIPE.yaml] [key=value ...] [--system TEXT] [--prompt TEXT]
     [--image PATH ...] [--video PATH ...]`."""
     rest, own, shown = own_flags(args)
+    if not own.get("prompt", "-").strip() and not shown:
+        raise ConfigError("--prompt is empty: there is nothing to answer", where="flag --prompt", fix='--prompt "..."')
     cfg = load(rest, "chat")
-    refuse_later(cfg, "chat")
+    refuse_not_yet_supported(cfg, "chat")
     pixels = cfg.vision.media_max_pixels
     attached = [chat_media.attach(path, kind, pixels) for kind, path in shown]  # before a model is opened
     for stream in (sys.stdin, sys.stdout, sys.stderr):
@@ -67,6 +70,8 @@ def connect(cfg: RunConfig, output: TextIO, quiet: bool = False) -> Iterator[tup
                 print(f"asking {client.model} at {address.url}", file=output, flush=True)
             yield client, f"{client.model} at {address.url}"
             return
+    if not quiet:
+        announce_command(cfg)
     from erniekit.serve.chat_server import embedded
     from erniekit.serve.folder import choose_folder
 

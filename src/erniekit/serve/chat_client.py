@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from erniekit.errors import ConfigError, ErnieKitError
 from erniekit.serve.output_parser import Delta, OutputParser
+from erniekit.serve.request_error import NO_NUMBER
 
 CONNECT_S = 5.0
 LINE_BYTES = 8 * 2**20  # of one event; also of a whole answer
@@ -234,6 +235,8 @@ class Client:
         fix = fixes.get(status, "change the key it names, or reset the conversation with 'clear'")
         if isinstance(error, dict) and error.get("code") == "context_length_exceeded":
             fix = "send less text, lower max_new_tokens, or reset the conversation with 'clear'"
+        if NO_NUMBER in str(message):
+            fix = "its weights or adapter are damaged or not trained: name another checkpoint; erniekit eval checks one"
         text = " ".join(str(message or f"status {status}").split())[:500]
         raise NoAnswer(f"the server refused: {text}", where=self.where, fix=fix, status=status)
 

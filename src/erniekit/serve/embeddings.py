@@ -12,7 +12,7 @@ from typing import Any
 from erniekit.serve.engines.base import Done, GenerationJob, InferenceEngine, Pooled, SamplingParams
 from erniekit.serve.engines.vision_input import PromptVision
 from erniekit.serve.prompt_worker import TextPrompts
-from erniekit.serve.request_error import RequestError
+from erniekit.serve.request_error import NO_NUMBER, RequestError
 from erniekit.serve.request_parsing import (
     ParsedRequest,
     PreparedRequest,
@@ -90,7 +90,7 @@ def embedding_page(request: EmbeddingRequest, prepared: PreparedRequest, vectors
     """OpenAI's object."""
     shaped = [_unit(vector) if request.normalize else vector for vector in vectors]
     if not all(map(math.isfinite, (number for vector in shaped for number in vector))):
-        raise RequestError(500, "the model gave no usable numbers for this input")
+        raise RequestError(500, f"{NO_NUMBER} for this input")
     data = [
         {"object": "embedding", "index": k, "embedding": _encoded(vector, request.encoding_format)}
         for k, vector in enumerate(shaped)

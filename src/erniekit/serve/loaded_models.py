@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from erniekit.api_load import DTYPES, Found, find_model
+from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import RunConfig
 from erniekit.config.sections.serve import ServeSection
 from erniekit.data.vision.proof_file import check as check_proof
@@ -55,7 +56,7 @@ class ModelEntry:
 def find_models(cfg: RunConfig) -> list[ModelEntry]:
     """The models the keys name; the first is the default. An adapter brings its base with it."""
     folder, below = choose_folder(cfg)
-    first = find_model(folder, below, cfg.model.download_hub, cfg.lora.override_base)
+    first = find_model(folder, below, cfg.model.download_hub, cfg.lora.override_base, cfg.checkpoint.verify)
     refuse_score_head(first.weights.config.labels, cfg.command, first.describe())
     base = Found(first.weights)
     named = cfg.serve.served_model_name
@@ -71,7 +72,7 @@ def find_models(cfg: RunConfig) -> list[ModelEntry]:
                 where="lora_modules",
                 fix="give it another name: name=DIR, other=DIR",
             )
-        out.append(ModelEntry(name, _adapter_at(path.strip(), first.weights.path, cfg.lora.override_base)))
+        out.append(ModelEntry(name, _adapter_at(path.strip(), first.weights, cfg.lora.override_base)))
     if first.adapter is not None:
         out.append(ModelEntry(_free(_name(base.weights.path), out), base))
     double = next((o.name for k, o in enumerate(out) if o.name in {p.name for p in out[:k]}), None)
@@ -82,9 +83,10 @@ def find_models(cfg: RunConfig) -> list[ModelEntry]:
     return out
 
 
-def _adapter_at(path: str, base: Path, override_base: bool, where: str = "lora_modules") -> Found:
+def _adapter_at(path: str, base: ModelFolder, override_base: bool, where: str = "lora_modules") -> Found:
+    """base: opened, and compared with its digests where that is to be done."""
     try:
-        found = find_model(path, base, override_base=override_base)
+        found = find_model(path, base.path, override_base=override_base, verify=base.verify, base_verify="size")
     except CheckpointError as error:
         if error.where != "model_name_or_path":  # the key that most names of models come from
             raise
@@ -123,12 +125,14 @@ def load_models(cfg: RunConfig, entries: list[ModelEntry]) -> LoadedModels:
     mtp = min(1, proposals)  # layers; further tokens come from the same one
     entries = [replace(entry, found=with_mtp_layers(entry.found, mtp)) for entry in entries]
     weights = entries[0].found.weights
-    compute_type = cfg.precision.compute_type if cfg.given("compute_type") else None
+    compute_type = cfg.precision.compute_type if cfg.compute_type_given else None
     # CPUs without 16-bit units compute bf16 many times slower than fp32.
     dtype = DTYPES.get(compute_type or "") or (None if hardware.fast_bf16 else torch.float32)
     kept = SERVED.get(cfg.serve.quantization or "", BF16)
     notes: list[str] = []
     base = weights.build(dtype, device, packing(weights, kept, device, notes.append)).eval()
+    if entries[0].found.adapter is None:
+        entries[0].found.check(base)
     trees: dict[str, nn.Module] = {}
     for entry in entries:
         trees[entry.name] = base if entry.found.adapter is None else with_adapter(base, entry.found)
@@ -162,7 +166,7 @@ def load_models(cfg: RunConfig, entries: list[ModelEntry]) -> LoadedModels:
     engine = EmbeddedEngine(trees, cache, limits, fast)
 
     def open_adapter(name: str, key: str, folder: Path) -> tuple[nn.Module, ServedModel]:
-        found = with_mtp_layers(_adapter_at(str(folder), weights.path, cfg.lora.override_base, "lora_path"), mtp)
+        found = with_mtp_layers(_adapter_at(str(folder), weights, cfg.lora.override_base, "lora_path"), mtp)
         served = _served(ModelEntry(name, found), longest, cfg.model.tokenizer_name, entries, vision)
         served.prepare_tokenizer()
         return with_adapter(base, found), replace(served, key=key)

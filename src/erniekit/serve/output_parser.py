@@ -30,12 +30,14 @@ class OutputParser:
     """reasoning_open: the prompt already opened the thought. tools: whether calls are read, or left as text.
     one_call: what follows the first call is dropped.
 
+    Of an answer that ends inside a further call nothing of that call is shown.
     A thought counts only at the start of an answer: later the tag is plain text.
     """
 
     def __init__(self, reasoning_open: bool = False, tools: bool = False, one_call: bool = False) -> None:
         self.tools, self.one_call = tools, one_call
         self.called = 0
+        self.cut = False  # the answer ended inside a call after others, or inside the tag that opens one
         self._state = "thought" if reasoning_open else "start"
         self._held = ""
         self._blank = True  # blanks between the parts belong to neither
@@ -90,6 +92,9 @@ class OutputParser:
             self._blank = True
             yield Delta("content", text)
             return
+        if last and self.called and self._blank and (begun := self._held.strip()) and TOOL_CALL.startswith(begun):
+            self._held, self.cut = "", True
+            return
         cut = len(self._held) if last else _unambiguous(self._held, tags, self._response or self.tools)
         text, self._held = self._held[:cut], self._held[cut:]
         yield Delta("content", self._shown(text))
@@ -101,6 +106,9 @@ class OutputParser:
         inside, self._held = (self._held, "") if at < 0 else (self._held[:at], self._held[at + len(TOOL_CALL_END) :])
         self._state, self._blank = "answer", True
         call = parse_tool_call(inside)
+        if call is None and at < 0 and self.called:
+            self.cut = True
+            return
         if call is None:
             yield Delta("content", TOOL_CALL + inside + (TOOL_CALL_END if at >= 0 else ""))
             return

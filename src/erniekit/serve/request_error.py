@@ -17,6 +17,9 @@ KINDS = {
     504: "timeout_error",
 }
 
+# Begins the message where weights give NaN. By it a client knows that no other request would help.
+NO_NUMBER = "the model gave no usable number"
+
 
 class RequestError(Exception):
     """message: for the client, never with a trace in it."""

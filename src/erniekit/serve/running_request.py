@@ -87,7 +87,9 @@ class ChoiceState:
     def _end(self, number: int, rest: str, reason: str, shown: str = "") -> ChoiceDelta:
         shown += self._stop.add(rest, last=True)
         deltas = self._divided(shown, last=True)
-        self.finish = "tool_calls" if self._parser and self._parser.called else reason
+        parser = self._parser
+        called = parser is not None and parser.called > 0 and not (parser.cut and reason == "length")
+        self.finish = "tool_calls" if called else reason
         return ChoiceDelta(number, deltas, [], self.finish)
 
     def _divided(self, text: str, last: bool = False) -> list[Delta]:

@@ -1,8 +1,8 @@
 """The request schema: OpenAI's two requests, their numbers bounded. Used by api.py, which shows it as OpenAPI.
 
 Fields that would change the answer and that no engine here supports are refused by name (UNSUPPORTED, used by
-request_parsing.py). Fields that cannot change it (NO_EFFECT) and unknown ones are ignored, since clients send fields of
-newer interfaces, and named in a response header.
+request_parsing.py). Others are ignored, since clients send fields of newer interfaces and notes of their own, and named
+in a response header.
 """
 
 from __future__ import annotations
@@ -110,21 +110,6 @@ INSTEAD = {  # of some of them
     "reasoning_effort": "use enable_thinking",
     "structured_outputs": "use response_format",
 }
-# Fields of OpenAI's interface that do not change an answer: notes of the client, and hints for caches.
-NO_EFFECT = frozenset(
-    {
-        "metadata",
-        "prediction",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "request_id",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
-    }
-)
 
 
 class StreamOptions(_Object):

@@ -17,9 +17,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from erniekit.config import RunConfig, load, refuse_later
+from erniekit.config import RunConfig, load, refuse_not_yet_supported
 from erniekit.config.address import is_loopback
 from erniekit.config.flat import KEYS
+from erniekit.config.opening_line import announce_command
 from erniekit.errors import ConfigError
 from erniekit.extras import install_command
 from erniekit.log import emit, warn
@@ -47,11 +48,12 @@ LEFT_S = 5.0  # beyond drain_timeout, for the last events to be sent
 def server_command(args: list[str]) -> int:
     """`erniekit server DIR | RECIPE.yaml [key=value ...]`."""
     cfg = load(args, "server")
-    refuse_later(cfg, "server")
+    refuse_not_yet_supported(cfg, "server")
     note_unread(cfg)
     key = read_key(cfg)
     check_address(cfg, key)
     check_adapter_folders(cfg)
+    announce_command(cfg)
     name = choose_engine(cfg)
     if name != EMBEDDED:
         from erniekit.serve.engines.external import serve_external
@@ -63,7 +65,7 @@ def server_command(args: list[str]) -> int:
 
 def note_unread(cfg: RunConfig) -> None:
     """A recipe holds keys of every command; a key that was typed for this one and changes nothing is worth a line."""
-    read = [name for name, key in KEYS.items() if key.section not in OF_TRAINING and name not in NOT_READ]
+    read = [name for name, key in KEYS.items() if key.section not in OF_TRAINING and name not in NOT_READ] + ["verify"]
     if idle := cfg.typed_besides(read):
         warn(f"without effect on a server: {', '.join(idle)}")
 

@@ -30,5 +30,5 @@ def second_tree(base: nn.Module, found: Found) -> nn.Module:
     tree.load_state_dict(base.state_dict(), assign=True)
     share_rounding(base, tree)
     if found.adapter is not None:
-        attach(tree, read_adapter(found.adapter, tree))
+        attach(tree, read_adapter(found.adapter, tree, found.weights.verify))
     return tree.eval()

@@ -39,6 +39,13 @@ def write_results(
     return written
 
 
+def speeds(output_dir: str | Path) -> dict[str, float]:
+    """Time and rates of the training whose results are there; empty where there are none."""
+    old = _old(Path(output_dir) / "train_results.json")
+    names = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
+    return {name: float(old[name]) for name in names if isinstance(old.get(name), int | float)}
+
+
 def write_trainer_state(
     folder: str | Path,
     *,

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 CHUNK = 1 << 20  # 4-byte words at a time: 8 MiB of weights and 8 MiB of products besides the tensor
 _ODD = -0x61C8864680B583EB  # any large odd number: multiplying by it loses nothing modulo 2**64
 
+_FIX = "test memory and links of that machine; the same command resumes from the last checkpoint"
+# A wrong sharding rule shows at the first check; broken hardware may show at any.
+_PLAN = "for a model of your own, check its sharding table first (`plan` of its SPEC; docs/adding-a-model.md); else "
+_OVER_TENSOR = "tp "  # begins the key of a set of ranks with tensor-parallel ones: all ranks then say the same
+
 
 class ReplicasDiffer(ErnieKitError):
     """Copies that must be equal are not: memory, a link or a kernel changed a number without an error."""
@@ -41,6 +46,7 @@ class Block:
     ranks: tuple[int, ...]  # in the world, this one among them
     local: tuple[slice, ...] = ()  # where it lies in this rank's tensor; () is all of it
     label: str = ""  # the name for people, with the rows where it is not the whole parameter
+    over_tensor: bool = False  # some are tensor-parallel ranks: that these hold copies follows from the model's plan
 
     def __str__(self) -> str:
         return self.label or self.name
@@ -62,7 +68,9 @@ def replicated(sharding: Sharding, rank: int) -> list[Block]:
             if len(ranks) > 1:
                 rows = box.global_slices[0]
                 whole = (rows.start, rows.stop) == (0, sharding.shape(name)[0])
-                found.append(Block(name, ranks, box.local_slices, "" if whole else f"{name}[{rows.start}:{rows.stop}]"))
+                label = "" if whole else f"{name}[{rows.start}:{rows.stop}]"
+                over_tensor = len({layout.coords(r)["tp"] for r in ranks}) > 1
+                found.append(Block(name, ranks, box.local_slices, label, over_tensor))
     return found
 
 
@@ -118,7 +126,7 @@ class ReplicaDrift(Hook):
         raise ReplicasDiffer(
             f"step {step}: replicas no longer hold the same weights: {'; '.join(sorted({text for text, _ in found}))}",
             where="; ".join(sorted({what for _, what in found})),
-            fix="test memory and links of that machine; the same command resumes from the last checkpoint",
+            fix=(_PLAN if self.checks == 1 and any(key.startswith(_OVER_TENSOR) for key in differing) else "") + _FIX,
         )
 
     def _fingerprints(self) -> dict[str, dict[str, int]]:
@@ -128,7 +136,7 @@ class ReplicaDrift(Hook):
         prints = fingerprints((str(block), tensors[block.name][block.local]) for block in blocks)
         out: dict[str, dict[str, int]] = {}
         for block in blocks:
-            key = blake2b(repr(block.ranks).encode(), digest_size=8).hexdigest()
+            key = _OVER_TENSOR * block.over_tensor + blake2b(repr(block.ranks).encode(), digest_size=8).hexdigest()
             out.setdefault(key, {})[str(block)] = prints[str(block)]
         return out
 

@@ -9,9 +9,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from erniekit.checkpoint.state import TrainState
 from erniekit.errors import ErnieKitError, Preempted
@@ -21,6 +21,7 @@ from erniekit.printable import counted
 from erniekit.train.step import StepResult
 
 TELLS_AFTER_S = 3.0  # most steps are over by then
+LAST_WORDS_S = 2.0  # to look at the output folder and write two lines
 _active: list[Signals] = []
 
 
@@ -43,7 +44,10 @@ class Signals:
 
     WATCHED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
-    def __init__(self) -> None:
+    def __init__(self, newest: Callable[[], str] | None = None) -> None:
+        """newest: the name of the checkpoint that the same command resumes from, or "". Asked when a second signal ends
+        the run; None where a launcher says so."""
+        self._newest, self._ending = newest, threading.Lock()
         self.requested: str | None = None
         self.requested_at = 0.0
         self.preparing = False
@@ -83,10 +87,24 @@ class Signals:
 
     def _on(self, number: int, frame: FrameType | None) -> None:
         if self.requested is not None:
-            os._exit(128 + number)
+            self._end(number)
         self.requested, self.requested_at = signal.Signals(number).name, time.monotonic()
         if self.preparing:
             raise Preempted(f"{self.requested}: stopped while the run was prepared, so there is nothing new to save")
+
+    def _end(self, number: int) -> NoReturn:
+        """In the handler and in the thread: whoever comes second lets the first write. Neither waits for a lock of a
+        stream, which the main thread may hold, nor for a reader of stderr."""
+        if self._ending.acquire(timeout=LAST_WORDS_S) and self._newest is not None:
+            with suppress(Exception):
+                point = self._newest()
+                told = f"resumes from {point}" if point else "starts again, as there is no checkpoint yet"
+                words = (
+                    f"stopped by {signal.Signals(number).name} without a save\nnext: run the same command; it {told}\n"
+                )
+                if select.select([], [2], [], 0)[1]:
+                    os.write(2, words.encode())
+        os._exit(128 + number)
 
     def _listen(self) -> None:
         count = 0
@@ -95,13 +113,13 @@ class Signals:
                 continue
             count += 1
             if count == 2:
-                os._exit(128 + number)
+                self._end(number)
             if not select.select([self._reader], [], [], TELLS_AFTER_S)[0]:  # a step that compiles takes minutes
                 emit("stopping after this step, with a save; a second signal (Ctrl-C) ends the run now, without one")
 
 
 class NotFinite(ErnieKitError):
-    """Too many steps in a row gave a loss or gradient that is not a number."""
+    """Too many steps in a row gave a loss or gradient that is not a number, or an evaluation did."""
 
     exit_code = 3
 

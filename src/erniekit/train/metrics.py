@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from erniekit.data.types import Shown
+from erniekit.data.types import PictureCounts
 from erniekit.devices.base import Device
 from erniekit.models import vision_costs
 from erniekit.models.config import DecoderConfig
 from erniekit.models.costs import TokenCounts, mfu, step_flops
-from erniekit.models.layers.seeing import TOKENS
+from erniekit.models.layers.vision_language import TOKENS
 from erniekit.models.vision_costs import Patches
 from erniekit.track import Trackers
 from erniekit.train.data_wait import DataWait
@@ -34,8 +34,8 @@ RECORDS = 1000  # the latest, of whose speeds the median is taken
 
 
 @dataclass(frozen=True)
-class Looking:
-    """How a vision model is trained, as far as its FLOPs follow from it. kept: what of pictures that were looked at
+class VisionTraining:
+    """How a vision model is trained, as far as its FLOPs follow from it. kept: what of pictures that were encoded
     before is here, the tower's output or the resampler's; empty: none."""
 
     tower_trained: bool
@@ -44,15 +44,15 @@ class Looking:
     adapters: int = 0  # LoRA weights that a vision token meets in the decoder
     kept: str = ""
 
-    def flops(self, c: DecoderConfig, shown: Shown) -> float:
+    def flops(self, c: DecoderConfig, shown: PictureCounts) -> float:
         merged, tokens = shown.patches, shown.features
         if self.kept == TOKENS:
-            merged, tokens = shown.looked_patches, shown.looked_features
-        counts = Patches(shown.looked_patches, shown.squares, tokens, merged)
+            merged, tokens = shown.encoded_patches, shown.encoded_features
+        counts = Patches(shown.encoded_patches, shown.squares, tokens, merged)
         return vision_costs.step_flops(c, counts, self.tower_trained, self.resampler_trained, self.adapted)
 
 
-class Usual(NamedTuple):
+class StepStatistics(NamedTuple):
     """Of the steps of a run: what a plan did not know before."""
 
     speed: float  # tokens a second, the median of its records after the first
@@ -81,15 +81,15 @@ class LogHook(Hook):
         perplexity: bool = True,
         adapters: int = 0,
         live_reference: bool = False,
-        looking: Looking | None = None,
+        vision_training: VisionTraining | None = None,
     ) -> None:
         """every 0: only the last step. `first`: step 1 whatever `every` is. frozen_base, further, adapters and
         live_reference: as in models/costs.step_flops. also: further numbers for each record.
-        perplexity: whether the loss has one. looking: of a vision-language model."""
+        perplexity: whether the loss has one. vision_training: of a vision-language model."""
         self.trackers, self.device, self.config, self.dtype = trackers, device, config, dtype
         self.every, self.packs_per_step, self.packs_per_epoch = every, packs_per_step, packs_per_epoch
         self.first, self.ranks, self.also, self.perplexity = first, ranks, also, perplexity
-        self.frozen_base, self.adapters, self.looking = frozen_base, adapters, looking
+        self.frozen_base, self.adapters, self.vision_training = frozen_base, adapters, vision_training
         self.more_of = (further, live_reference)
         self.extras: dict[str, float] = {}  # what the latest record has besides loss and rates
         self._speeds: deque[float] = deque(maxlen=RECORDS)
@@ -101,7 +101,7 @@ class LogHook(Hook):
         self._losses: list[float] = []
         self._extras: dict[str, list[float]] = {}
         self._tokens = self._trained = self._squares = self._steps = 0
-        self._shown, self._waited = Shown(), 0.0
+        self._shown, self._waited = PictureCounts(), 0.0
         self._since = since
 
     def on_start(self, trainer: Trainer) -> None:
@@ -121,7 +121,7 @@ class LogHook(Hook):
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         self._steps += 1
         self._waited += self._wait.finished(result.finished_at)
-        self._shown = Shown(*map(sum, zip(self._shown, result.shown)))
+        self._shown = PictureCounts(*map(sum, zip(self._shown, result.shown)))
         self._tokens += result.tokens
         self._trained += result.trained_tokens
         self._squares += result.sum_squares
@@ -143,24 +143,24 @@ class LogHook(Hook):
             self._reset(result.finished_at)
         self.trackers.advance(result.step)
 
-    def usual(self) -> Usual | None:
+    def usual(self) -> StepStatistics | None:
         """None before the first record."""
         tokens, trained, squares, packs = self._all
         if not self._speeds or not tokens:
             return None
         later = list(self._speeds)[1:] or self._speeds  # the first has compilations and recordings
-        return Usual(statistics.median(later), tokens / packs, squares / tokens, trained / tokens)
+        return StepStatistics(statistics.median(later), tokens / packs, squares / tokens, trained / tokens)
 
     def _flops(self) -> float:
         """Since the latest record, of all ranks."""
-        vision_tokens, adapters, looking = self._shown.vision_tokens, float(self.adapters), self.looking
-        if looking is not None and vision_tokens:
-            adapters += (looking.adapters - adapters) * vision_tokens / self._tokens
+        vision_tokens, adapters, vision_training = self._shown.vision_tokens, float(self.adapters), self.vision_training
+        if vision_training is not None and vision_tokens:
+            adapters += (vision_training.adapters - adapters) * vision_tokens / self._tokens
         token_counts = TokenCounts(
-            self._tokens, self._trained, self._squares, vision_tokens if looking is not None else 0
+            self._tokens, self._trained, self._squares, vision_tokens if vision_training is not None else 0
         )
         own = step_flops(self.config, token_counts, self.frozen_base, adapters, *self.more_of)
-        return own if looking is None else own + looking.flops(self.config, self._shown)
+        return own if vision_training is None else own + vision_training.flops(self.config, self._shown)
 
     def _record(self, trainer: Trainer, result: StepResult) -> dict[str, float | None]:
         seconds = max(1e-9, result.finished_at - self._since)

@@ -263,6 +263,7 @@ class SaveHook(Hook):
 
     def after_step(self, trainer: Trainer, result: StepResult) -> None:
         self.saver.saves.check()
+        self._tell_failed()
         if trainer.ahead:  # a signal that came meanwhile: the weights are the next step's, which waits for it
             return
         stop_signal, timed = agree_on_stop_or_save(trainer.signals.requested, self._time_is_up(), self.saver.world)
@@ -288,11 +289,19 @@ class SaveHook(Hook):
         trainer.phase("save")
         self.trackers.status("saving")
         path = self.saver.save(trainer.state, final, timed, weights_only=final and self.end_with_weights_only)
+        self._tell_failed()  # this one, or one in the background that it waited for
         self._saved_at = time.monotonic()
         self.trackers.status("")
         trainer.phase("hooks")
-        self.trackers.event(trainer.state.step, "save", str(path) if path else "in the background or failed")
+        if path is not None or self.saver.saves.in_flight:
+            self.trackers.event(trainer.state.step, "save", str(path or "in the background"))
         return path
+
+    def _tell_failed(self) -> None:
+        """One that is in the background fails after its event."""
+        for step, what in self.saver.saves.failed:
+            self.trackers.event(step, "save", f"failed: {what}")
+        self.saver.saves.failed.clear()
 
     def on_end(self, trainer: Trainer) -> None:
         """Whatever the schedule, a run that ends leaves its last step on disk, or fails with an error."""
@@ -307,7 +316,7 @@ class SaveHook(Hook):
         if self.saver.last_saved != trainer.state.step or not self._is_saved(trainer.state.step):
             path = self.saver.save(trainer.state, final=True)
         took = time.monotonic() - requested_at
-        late = f"; the save took {took:.0f} s of preempt_grace_s {self.grace_seconds:.0f}"
+        late = f"; from the signal to the end of the save: {took:.0f} s of preempt_grace_s {self.grace_seconds:.0f}"
         text = f"{signal_name}: stopped after step {trainer.state.step}, saved {path}"
         text += late if took > self.grace_seconds else ""
         self.trackers.event(trainer.state.step, "signal", text)
@@ -315,4 +324,5 @@ class SaveHook(Hook):
 
     def _is_saved(self, step: int) -> bool:
         self.saver.saves.wait()
+        self._tell_failed()
         return self.saver.saves.published(step)

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from erniekit.data.types import Batch, Shown
+from erniekit.data.types import Batch, PictureCounts
 from erniekit.devices.base import Device, Event
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.in_backward import BackwardUpdates, after_gradients
 from erniekit.optim.schedule import Schedule
 from erniekit.parallel.engine import Engine
+from erniekit.parallel.mesh import World
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class StepResult:
     finished_at: float = field(default_factory=time.perf_counter)  # however late it is looked at
     # With updates inside backward: not applied, yet the loss was a number; tensors with sound gradients were updated.
     partly: bool = False
-    shown: Shown = field(default_factory=Shown)  # of all ranks, in pictures
+    shown: PictureCounts = field(default_factory=PictureCounts)  # of all ranks, in pictures
 
 
 class DeviceClock:
@@ -126,16 +127,14 @@ class TrainStep:
         self.prepare, self.in_backward = prepare, in_backward
         self.phase: Callable[[str], None] = lambda name: None  # set by the trainer
         self._clock = DeviceClock(engine.hardware)
-        self._early = engine.early_sums(optimizer.params, optimizer.gradient_of, optimizer.keep_gradient)
+        self._early = engine.overlapped_reduce(optimizer.params, optimizer.gradient_of, optimizer.keep_gradient)
         if self._early is not None:
             after_gradients(optimizer, self._early.ready)
             engine.last_backward = self._early.begin
 
     @property
     def late(self) -> bool:
-        """Results may come after the next step's launch: nothing in between needs them on the host. On unlike devices
-        they never do: one side would launch while the other waits for it to agree on the step before."""
-        return self.optimizer.fused is not None and self.engine.world.islands is None
+        return results_come_late(self.optimizer, self.engine.world)
 
     def __call__(self, batches: Sequence[Batch], step: int) -> StepResult:
         return self.launch(batches, step).result()
@@ -190,7 +189,9 @@ class TrainStep:
             applied = _finite(loss) and _finite(norm)
             partly = inside is not None and _finite(loss) and not applied
             counts = (tokens, trained, squares)
-            return StepResult(step, loss, norm, lr, *counts, applied, metrics, partly=partly, shown=Shown(*shown))
+            return StepResult(
+                step, loss, norm, lr, *counts, applied, metrics, partly=partly, shown=PictureCounts(*shown)
+            )
 
         return Launched(numbers, good, read, clock)
 
@@ -209,6 +210,12 @@ class TrainStep:
             means = len(batches) * self.engine.world.layout.data_ranks
             return [max(1, b.weight) * means for b in batches]
         return [max(1, weight)] * len(batches)
+
+
+def results_come_late(optimizer: AdamW, world: World) -> bool:
+    """Results may come after the next step's launch: nothing in between needs them on the host. On unlike devices they
+    never do: one side would launch while the other waits for it to agree on the step before."""
+    return optimizer.fused is not None and world.islands is None
 
 
 def _finite(value: float) -> bool:

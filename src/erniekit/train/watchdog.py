@@ -188,6 +188,10 @@ class Watchdog(Hook):
                 if self._beats.reported()[0] != beat.at:  # hard below soft
                     self._report(beat, silence, thread)
                 emit(f"{headline(self.rank, beat, silence)}: ending with code {EXIT_CODE}, for a restart")
+                if beat.phase == "collective":
+                    emit(
+                        f"rank {self.rank} may have been waiting for another: reports of all ranks are in {self.folder}"
+                    )
                 os._exit(EXIT_CODE)
             elif state == "back":
                 emit(f"rank {self.rank} continues: step {beat.step}, phase {beat.phase}")

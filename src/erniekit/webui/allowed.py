@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from erniekit.devices import DEVICES
 from erniekit.errors import ConfigError
 
 # These run programs, open the machine or read a secret: only the command line may set them.
@@ -57,5 +58,5 @@ def check_number(name: str, value: Any) -> None:
 
 
 def _cards() -> int:
-    """NVIDIA cards by their device files, without asking the driver."""
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+    """The most devices of one kind on this machine, by their files, without asking a driver."""
+    return max(len(list(Path("/dev").glob(entry.files))) for entry in DEVICES.values() if entry.files)

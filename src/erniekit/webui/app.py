@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from erniekit.config.address import is_loopback
+from erniekit.config.opening_line import announce_work
 from erniekit.errors import ConfigError
 from erniekit.extras import install_command
 from erniekit.log import emit, paint
@@ -58,6 +59,7 @@ def webui_command(args: list[str]) -> int:
     settings = settings_from(args)
     if find_spec("gradio") is None or find_spec("uvicorn") is None:
         raise ConfigError("gradio is not installed", where="erniekit webui", fix=install_command("webui"))
+    announce_work("web page")  # gradio takes seconds to import
     listening = bind(settings.host, settings.port)
     settings = replace(settings, port=listening.getsockname()[1])
     token = None if settings.no_token else os.environ.get(TOKEN_VARIABLE) or new_token()

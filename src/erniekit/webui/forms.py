@@ -16,8 +16,7 @@ from erniekit.config.field import Key
 from erniekit.config.flat import DEFAULTS, KEYS, canonical
 from erniekit.errors import ConfigError, ErnieKitError
 from erniekit.webui.allowed import NEVER, check_number
-from erniekit.webui.form_pages import PAGES as _PAGES
-from erniekit.webui.form_pages import STAGES, UNSET, PageKeys
+from erniekit.webui.form_pages import PAGES, STAGES, UNSET, PageKeys
 from erniekit.webui.paths import KEYS as PATH_KEYS
 from erniekit.webui.paths import Roots
 
@@ -73,8 +72,7 @@ class FormProblem:
         return f"{self.what} ({self.fix})" if self.fix else self.what
 
 
-PAGES = tuple(_PAGES)
-COMMANDS = tuple(dict.fromkeys([p.command for p in _PAGES.values()] + ["doctor"]))
+COMMANDS = tuple(dict.fromkeys([p.command for p in PAGES.values()] + ["doctor"]))
 
 
 def form(page: str) -> Form:
@@ -89,7 +87,7 @@ def page_of(command: str, values: Values) -> str:
     """The page whose form a recipe of this command fills."""
     if command in ("train", "doctor"):
         return STAGES.get(str(values.get("stage", "SFT")), "train.sft")
-    return next(name for name, spec in _PAGES.items() if spec.command == command)
+    return next(name for name, spec in PAGES.items() if spec.command == command)
 
 
 def to_yaml(values: Values, page: str) -> str:
@@ -178,14 +176,14 @@ def default_of(name: str) -> Any:
 
 
 def _page(page: str) -> PageKeys:
-    if page not in _PAGES:
-        raise ConfigError(f"unknown page {page!r}", where="page", fix="one of " + ", ".join(_PAGES))
-    return _PAGES[page]
+    if page not in PAGES:
+        raise ConfigError(f"unknown page {page!r}", where="page", fix="one of " + ", ".join(PAGES))
+    return PAGES[page]
 
 
 def _of_sections(spec: PageKeys) -> list[str]:
     wanted = [k for k in KEYS.values() if k.section in spec.sections or k.name in spec.keys]
-    return [k.name for k in wanted if not k.later and not k.secret and k.name not in NEVER and _is_offered(k)]
+    return [k.name for k in wanted if not k.not_yet and not k.secret and k.name not in NEVER and _is_offered(k)]
 
 
 # Second names of other keys, switches the page itself sets, and what only a script of ERNIEKit's would give.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from erniekit.bench import worker
+from erniekit.bench import real, worker
 from erniekit.bench.command import Worker
 from erniekit.bench.real_cases import CASES
 from erniekit.bench.report import remarks, table
@@ -53,7 +54,10 @@ def test_every_workload_runs_tiny(tmp_path: Path, capfd: pytest.CaptureFixture[s
         assert "step_ms" in result["runs"][0]
         for peer in result["runs"][1:]:
             assert peer.get("absent") or peer["parity"]["equal"], (result["workload"], peer)
-    assert "| A2-half   | erniekit" in capfd.readouterr().out
+    assert [r["case"] for r in told["commands"]] == list(CASES)
+    printed = capfd.readouterr().out
+    for row in (r"\| A2-half +\| erniekit ", r"\| vl-lora +\| erniekit train ", "sft: first line after"):
+        assert re.search(row, printed), row
 
 
 @pytest.mark.parametrize(
@@ -64,8 +68,10 @@ def test_every_workload_runs_tiny(tmp_path: Path, capfd: pytest.CaptureFixture[s
         (["--steps", "0"], "--steps is 0"),
         (["attention"], "'attention' is not key=value"),
         (["--fast"], "unrecognized arguments: --fast"),
-        (["--layers", "2"], "--layers does nothing without --real"),
-        (["--again"], "--again does nothing without --real"),
+        (["--only", "A1", "--layers", "2"], "--layers does nothing without --real"),
+        (["--only", "A1", "--again"], "--again does nothing without --real"),
+        (["--calibrate", "--again"], "--again does nothing with --calibrate"),
+        (["--only", "sft", "--peers", "hf"], "--peers does nothing where whole commands alone are timed"),
         (["--real", "--peers", "hf"], "--peers does nothing with --real"),
         (["--real", "--seed", "0"], "--seed does nothing with --real"),
         (["--real", "--warmup", "3"], "--warmup does nothing with --real"),
@@ -79,9 +85,11 @@ def test_a_mistake_is_told_in_one_line(words: list[str], said: str, capsys: pyte
     assert said in capsys.readouterr().err
 
 
-def test_the_list_names_every_workload(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_names_every_workload_and_every_whole_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--list"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(WORKLOADS)
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [*WORKLOADS, *CASES]
+    assert main(["bench", "--list", "--only", "dpo,A1"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["A1", "dpo"]
 
 
 def test_the_list_of_whole_commands_has_their_names_what_they_are_and_their_aims(
@@ -100,6 +108,18 @@ def test_the_list_of_whole_commands_has_their_names_what_they_are_and_their_aims
 def test_no_time_left_begins_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--only", "A1,A2", "--seconds-limit", "1", "--output_dir", str(tmp_path)]) == 1
     assert "time limit: A1, A2-none, A2-half, A2-wide not begun" in capsys.readouterr().out
+    assert main(["bench", "--only", "A1,sft,lora", "--seconds-limit", "1", "--output_dir", str(tmp_path)]) == 1
+    told = capsys.readouterr().out
+    assert "time limit: A1 not begun" in told
+    assert "time limit: sft, lora not begun" in told
+
+
+@pytest.mark.parametrize(("words", "told"), [([], True), (["--tiny"], False)])
+def test_sizes_of_a_card_on_a_cpu_are_warned_of(
+    words: list[str], told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["bench", "--seconds-limit", "0", "--output_dir", str(tmp_path), *words])
+    assert ("no accelerator here" in capsys.readouterr().err) == told
 
 
 def test_a_worker_is_stopped_when_its_time_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,6 +157,23 @@ def test_the_table_says_who_was_absent_who_failed_and_what_is_short() -> None:
         "A1: timed erniekit at 1485 MHz, 688 W, 61 C; hf+compile at 1485 MHz, 640 W",
         "A1: hf: out of memory",
         "A1: peft is absent: pip install peft",
+    ]
+
+
+def test_whole_commands_are_rows_of_the_same_table() -> None:
+    run = {"first_line_s": 0.3, "first_step_s": 9.7, "tokens_per_s": 124e3, "trained_tokens_per_s": 120e3}
+    run |= {"all_steps_tokens_per_s": 99e3, "to_the_end_s": 3.5, "step_ms": 51.5, "mfu": 0.26, "peak_gib": 12.5}
+    sft = {"case": "sft", "about": "x", "aim": 110e3, **run, "before": [{**run, "first_step_s": 33.0}]}
+    lora = {"case": "lora", "about": "y", "aim": None, "failed": ["no"], "exit_code": 2, "why": "exit code 2"}
+    lines = table([], [sft, lora])
+    assert len({len(line) for line in lines}) == 1
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    shown = ["sft", "erniekit train", "51.50", "124,000", "120,000", "26.0 %", "-", "12.5", "-", "", ""]
+    assert cells == [shown, ["lora", "erniekit train", "failed", *["-"] * 8]]
+    assert real.remarks([sft, lora]) == [
+        "sft: first line after 0.3 s, first step after 33.0, then 9.7 s, 3.5 s from the last step to the end",
+        "sft: target 110,000 tokens/s, 124,000.0: 113 %, reached",
+        "lora: exit code 2",
     ]
 
 

@@ -16,7 +16,7 @@ from erniekit.devices.base import Device
 from erniekit.models import MODELS
 from erniekit.models.config import DecoderConfig
 from erniekit.models.costs import adapters_met
-from erniekit.train.metrics import LogHook, Looking
+from erniekit.train.metrics import LogHook, VisionTraining
 from erniekit.train.step import StepResult
 
 
@@ -106,7 +106,7 @@ def test_the_trainer_counts_vision_tokens_and_the_tower_as_bench_does(trained: b
     met, seen = (0, 0) if trained else (adapters_met(c, 32), adapters_met(c, 32, vision=True))
     hook = LogHook(
         trackers, Device("a card", "cpu", 0, {torch.bfloat16: 1e15}), c, torch.bfloat16, 1, 1, 10, not trained,  # type: ignore[arg-type]
-        adapters=met, looking=Looking(trained, trained, adapted=not trained, adapters=seen),
+        adapters=met, vision_training=VisionTraining(trained, trained, adapted=not trained, adapters=seen),
     )  # fmt: skip
     hook.on_start(trainer)  # type: ignore[arg-type]
     counts = (batch.num_tokens, batch.num_label_tokens, batch.sum_squares)

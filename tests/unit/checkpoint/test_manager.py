@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from erniekit.checkpoint import manager as manager_module
 from erniekit.checkpoint import manifest, writer
 from erniekit.checkpoint.manager import CheckpointManager
 from erniekit.checkpoint.manifest import MANIFEST
@@ -124,7 +123,7 @@ def test_verify_names_the_file_and_reads_as_deep_as_asked(tmp_path, monkeypatch)
             manager.verify(path)
         depths = []
         monkeypatch.setattr(manifest, "check", lambda path, depth: depths.append(depth))
-        monkeypatch.setattr(manager_module, "_FULL_BELOW", 10)
+        monkeypatch.setattr(manifest, "_FULL_BELOW", 10)
         for mode in ("auto", "full", "size"):
             manager.verify(path, mode)
         assert depths == ["sample", "full", "size"]

@@ -71,7 +71,7 @@ def test_a_check_by_size_does_not_read_the_files(tmp_path):
 
 
 def test_a_sampled_check_sees_both_ends_of_a_large_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(manifest, "_SAMPLED_ABOVE", 1 << 20)
+    monkeypatch.setattr(manifest, "SAMPLED_ABOVE", 1 << 20)
     content = bytearray(8 << 20)
     make(tmp_path, {"big": bytes(content), "small": b"1"})
     manifest.check(tmp_path, "sample")

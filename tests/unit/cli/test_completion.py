@@ -33,7 +33,7 @@ def test_a_first_word_becomes_any_command():
 def test_keys_come_as_flags_and_as_words_with_their_help():
     assert words("train", "--max_ste") == ["--max_steps"]
     assert complete(["train", "max_ste"]) == [("max_steps=", KEYS["max_steps"].help)]
-    assert {f"--{k.name}" for k in KEYS.values() if not k.later} <= set(words("train", "--"))
+    assert {f"--{k.name}" for k in KEYS.values() if not k.not_yet} <= set(words("train", "--"))
     assert words("plan", "--clus") == ["--cluster"]
     assert words("webui", "--") == ["--runs", "--no-token", "--help"]
     assert words("train", "--help", "lora_ra") == ["lora_rank"]

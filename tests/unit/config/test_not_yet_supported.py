@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from erniekit.config import load, need, not_yet_supported, refuse_later
+from erniekit.config import load, need, not_yet_supported, refuse_not_yet_supported
 from erniekit.config.flat import KEYS
 from erniekit.config.not_yet_supported import LIST
-from erniekit.errors import ConfigError, LaterError
+from erniekit.errors import ConfigError, NotYetSupportedError
 
 
 @pytest.mark.parametrize(
@@ -28,16 +28,16 @@ def test_it_resolves_and_is_refused_by_name(word):
     cfg = load([word])
     key = word.partition("=")[0]
     assert key in {item.key for item in not_yet_supported(cfg)}
-    with pytest.raises(LaterError) as e:
-        refuse_later(cfg)
+    with pytest.raises(NotYetSupportedError) as e:
+        refuse_not_yet_supported(cfg)
     assert key in e.value.where
     assert e.value.fix
 
 
 @pytest.mark.parametrize("kind", ["wint8", "wint4/8", "nf4"])
 def test_packed_weights_train_and_are_evaluated(kind):
-    refuse_later(load([f"compute_type={kind}"]))
-    refuse_later(load([f"compute_type={kind}"], "eval"))
+    refuse_not_yet_supported(load([f"compute_type={kind}"]))
+    refuse_not_yet_supported(load([f"compute_type={kind}"], "eval"))
 
 
 def test_a_chat_packs_by_words_it_knows_and_says_that_others_change_nothing():
@@ -50,7 +50,7 @@ def test_a_chat_packs_by_words_it_knows_and_says_that_others_change_nothing():
 def test_a_plain_run_needs_nothing():
     cfg = load(["--data", "a.jsonl", "model_name_or_path=m"])
     assert not_yet_supported(cfg) == []
-    refuse_later(cfg)
+    refuse_not_yet_supported(cfg)
 
 
 @pytest.mark.parametrize(
@@ -79,11 +79,11 @@ def test_what_changes_no_result_is_listed_but_does_not_stop():
     cfg = load(["pipeline_parallel_config=use_dualpipev,enable_timer"])
     (item,) = not_yet_supported(cfg)
     assert (item.value, item.stops) == ("use_dualpipev", False)
-    refuse_later(cfg)
+    refuse_not_yet_supported(cfg)
 
 
 def test_commands_that_use_one_process_say_so_and_run():
-    refuse_later(load(["tensor_parallel_degree=8", "compute_type=wint4/8"], "export"))
+    refuse_not_yet_supported(load(["tensor_parallel_degree=8", "compute_type=wint4/8"], "export"))
     for command in ("eval", "chat"):
         cfg = load(["tensor_parallel_degree=8"], command)
         assert [(item.key, item.stops) for item in not_yet_supported(cfg)] == [("tensor_parallel_degree", False)]

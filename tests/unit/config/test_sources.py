@@ -7,6 +7,7 @@ import json
 import pytest
 
 from erniekit.config import load
+from erniekit.config.flat import KEYS
 from erniekit.errors import ConfigError
 
 
@@ -159,6 +160,65 @@ def test_an_unknown_flag_names_the_nearest():
 
 def test_a_mistyped_key_after_a_list_flag_is_not_taken_for_a_file():
     assert "lora_dropout" in error("--data", "a.jsonl", "lora_dropout=0.1").what
+
+
+@pytest.mark.parametrize(
+    ("words", "want"),
+    [
+        (["a=one"], ("a=one",)),
+        (["a=one,b=two"], ("a=one", "b=two")),
+        (["a=one", "b=two"], ("a=one", "b=two")),
+    ],
+)
+def test_a_list_of_names_and_folders_follows_its_flag(words, want):
+    cfg = load(["--lora_modules", *words, "seed=3"], "server")
+    assert cfg.serve.lora_modules == want
+    assert cfg.train.seed == 3
+    assert load(["--data", "part=1.jsonl"]).data.train_dataset_path == ("part=1.jsonl",)
+    assert "--lora_modules needs a value" in error("--lora_modules", "seed=3").what
+
+
+def test_a_name_that_is_a_key_too_is_told_how_a_list_takes_it() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(["--lora_modules", "data=/a"], "server")
+    assert caught.value.fix == "data is a key, too: --lora_modules=data=/a gives it to --lora_modules"
+    assert load(["--lora_modules=data=/a"], "server").serve.lora_modules == ("data=/a",)
+
+
+@pytest.mark.parametrize(
+    ("words", "kernels"),
+    [
+        (["--kernels", "attention=sdpa"], ("attention=sdpa",)),
+        (["--kernels", "experts=plain", "attention=sdpa"], ("experts=plain", "attention=sdpa")),
+        (["--kernels", "packed attention=flash", "attention=sdpa"], ("packed attention=flash", "attention=sdpa")),
+        (["--kernels=attention=sdpa"], ("attention=sdpa",)),
+        (["kernels=attention=sdpa,packed attention=flash"], ("attention=sdpa", "packed attention=flash")),
+    ],
+)
+def test_an_operation_behind_kernels_is_a_kernel_though_it_is_a_key_too(words: list[str], kernels: tuple) -> None:
+    cfg = load([*words, "seed=3"])
+    assert (cfg.model.kernels, cfg.model.attention, cfg.train.seed) == (kernels, "auto", 3)
+    assert load([*words, "--attention", "varlen"]).model.attention == "varlen"
+
+
+def test_the_operations_that_config_names_are_those_of_the_kernels() -> None:
+    from erniekit.kernels.selection import OPERATIONS
+
+    assert KEYS["kernels"].names == tuple(OPERATIONS)
+
+
+def test_a_list_whose_flag_is_followed_by_a_key_is_told_by_its_own_example() -> None:
+    told = error("--kernels", "seed=3")
+    assert told.what == "--kernels needs a value"
+    assert "experts=plain" in told.fix
+    assert load(["--kernels", "experts=plain"]).model.kernels == ("experts=plain",)
+
+
+@pytest.mark.parametrize("words", [["--output_dir", ""], ["--output_dir="], ["output_dir="], ["--output-dir", " "]])
+def test_an_empty_output_dir_on_the_command_line_is_an_error(words: list[str]) -> None:
+    told = error(*words)
+    assert told.what == "the value of output_dir is empty"
+    assert "output_dir=DIR" in told.fix
 
 
 def test_all_unknown_flags_are_named_at_once():

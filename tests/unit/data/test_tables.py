@@ -133,3 +133,13 @@ def test_an_empty_cell_is_not_said_to_be_a_missing_column(tmp_path: Path) -> Non
     problem = parse(raw, line, path, "prompt_completion")
     assert isinstance(problem, RowProblem)
     assert (problem.kind, problem.reason) == ("missing_field", "`answer` is null or an empty cell")
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
+def test_a_table_of_a_header_alone_is_said_to_have_no_rows(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text("question\tanswer\n" if name == "a.tsv" else "question,answer\n")
+    with pytest.raises(DataError, match="the table has no rows below its header") as error:
+        detect(path)
+    assert "JSON" not in str(error.value)
+    assert error.value.where == str(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from erniekit import capabilities, devices
 from erniekit.bench.measure import Gauge
 from erniekit.demo import tiny
 from erniekit.devices import DEVICES, DeviceEntry, entry_of, others, pick, probes
+from erniekit.devices.base import Device
 from erniekit.devices.cuda import SHARED_CARD, CudaDevice
 from erniekit.errors import DeviceError
 from erniekit.train.step import DeviceClock, Launched, StepResult
@@ -207,6 +209,25 @@ def test_every_vendors_file_loads_and_answers_where_its_device_is_not() -> None:
             assert module.count() == 0 or word in ("cpu", "nvidia"), word
             bad = [finding for finding in module.findings() if not finding.ok]
             assert word == "generic" or any(finding.fix for finding in bad), word
+
+
+def test_a_file_of_the_tree_is_not_said_to_be_named_by_a_variable() -> None:
+    mine = DeviceEntry("erniekit.devices.mychip", "MYCHIP_VISIBLE_DEVICES")
+    assert mine.origin == "erniekit.devices.mychip, which does not say whether it ran on real hardware"
+    assert others("toy=toy_device")["toy"].origin == "toy_device, named by ERNIEKIT_DEVICES"
+    assert DeviceEntry("far", package="chips 1.0").origin == "far, of the installed package chips 1.0"
+    with pytest.raises(DeviceError) as caught:
+        mine.load()
+    assert caught.value.where == "DEVICES"
+
+
+def test_the_page_on_devices_names_every_member_of_the_base_class(root: Path) -> None:
+    page = (root / "docs" / "adding-a-device.md").read_text(encoding="utf-8")
+    members = [name for name in (*Device.__annotations__, *vars(Device)) if not name.startswith("_")]
+    assert len(members) > 40
+    assert [name for name in dict.fromkeys(members) if not re.search(rf"`{name}(\(.*?\))?`", page)] == []
+    for name in ("wait_stream(other)", "wait_event(event)", "EVIDENCE", "WHEN_ABSENT", "findings()"):
+        assert f"`{name}`" in page
 
 
 def test_the_vendor_of_a_cuda_card_is_read_from_the_build_and_the_name(monkeypatch: pytest.MonkeyPatch) -> None:

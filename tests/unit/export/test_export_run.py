@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from erniekit.checkpoint import manifest
+from erniekit.checkpoint import probe as probes
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.checkpoint.model_writer import write_model
 from erniekit.checkpoint.probe import Probe
+from erniekit.checkpoint.writer import publish
+from erniekit.config import load
 from erniekit.errors import CheckpointError, ConfigError
 from erniekit.export.run import export
 from erniekit.lora.adapter import adapter_of, attach
@@ -26,7 +31,7 @@ from erniekit.lora.inject import inject
 from erniekit.lora.merge import merged_in_fp32, row_updates
 from erniekit.lora.settings import LoRASettings
 from erniekit.models.init import init_weights
-from erniekit.recipes.run import export_command
+from erniekit.recipes.run import export_command, run_export, split_command
 
 IDS = torch.arange(3, 27)[None]
 
@@ -115,6 +120,53 @@ def test_a_fully_trained_model_is_rewritten_bit_for_bit_in_the_layout_asked(
     assert "every tensor bit-identical" in capsys.readouterr().out
 
 
+def test_a_whole_model_where_an_adapter_was_asked_for_is_warned_of_and_told_once(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output_dir = tmp_path / "run"
+    shutil.copytree(base, output_dir / "checkpoint-7")
+    run_export(load([f"output_dir={output_dir}", "lora=True", f"model_name_or_path={base}"], "export"))
+    said = capsys.readouterr()
+    assert said.out.count("model_name_or_path is not used") == 1
+    assert said.err.count("lora is True, but") == 1
+    assert "no adapter: nothing is merged" in said.err
+
+
+@pytest.mark.parametrize("command", [export_command, split_command])
+def test_an_edited_config_of_a_whole_model_is_named_where_its_probe_differs(
+    command: Callable[[list[str]], int], base: Path, tmp_path: Path
+) -> None:
+    saved = save_whole(tmp_path / "run", base)
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1.0}))
+    with pytest.raises(CheckpointError, match="as the checkpoint did when saved") as error:
+        command([f"output_dir={saved}"])
+    assert error.value.fix.startswith("config.json is not as saved")
+    assert "adapter" not in error.value.fix
+    own = tmp_path / "own"  # the way out that it names
+    shutil.copytree(saved, own, ignore=lambda *_: ["MANIFEST.json", probes.FILE])
+    command([f"output_dir={own}"])
+    saved_probe = probes.load(saved)
+    (saved / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError) as error:
+        export(base, None, tmp_path / "out", probe=replace(saved_probe, rows=saved_probe.rows + 1))
+    assert error.value.fix.startswith("use another checkpoint of the run")
+    assert "adapter" not in error.value.fix
+
+
+def save_whole(output_dir: Path, base: Path) -> Path:
+    """A published checkpoint of a full run: weights, probe, manifest."""
+    with torch.no_grad():
+        probe = probes.measure(ModelFolder(base).build(), Probe(IDS, IDS.roll(-1)), "cpu/float32/x/one device")
+
+    def write(folder: Path) -> None:
+        shutil.copytree(base, folder, dirs_exist_ok=True)
+        probes.save(folder, probe)
+
+    output_dir.mkdir()
+    return publish(output_dir, "checkpoint-7", write)
+
+
 @pytest.mark.parametrize("layout", ["hf", "paddle"])
 def test_layouts_hold_the_same_merged_numbers(run: Path, base: Path, tmp_path: Path, layout: str) -> None:
     out = export(base, run / "checkpoint-10", tmp_path / layout, layout=layout)
@@ -192,6 +244,7 @@ def test_an_update_lost_in_bf16_rounding_is_told(
     shutil.copytree(run / "checkpoint-10", tmp_path / "tiny")
     config = json.loads((tmp_path / "tiny" / "adapter_config.json").read_text())
     (tmp_path / "tiny" / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 1e-3}))
+    (tmp_path / "tiny" / manifest.MANIFEST).unlink()  # edited on purpose
     export(tmp_path / "half", tmp_path / "tiny", tmp_path / "out")
     assert "too small for this dtype" in capsys.readouterr().err
 
@@ -301,6 +354,46 @@ def test_an_adapter_goes_on_the_numbers_of_a_packed_base_and_the_lost_share_is_t
     assert f"rounded  merged weights to what {grid} keeps: {share:.0%} of the update's size is lost" in said
     assert "checked  every other tensor bit-identical to its source" in said
     assert manifest.check(tmp_path / "out").info["merge_grid"] == grid
+
+
+@pytest.mark.parametrize("grid", ["fp8", "int8", "int4", "int4-group", "mxfp4", "nf4", "wint4/8"])
+def test_who_packs_a_16_bit_export_by_the_rule_of_its_grid_has_just_its_numbers(
+    run: Path, base: Path, tmp_path: Path, grid: str
+) -> None:
+    half = tmp_path / "half"
+    weights = {name: weight.bfloat16() for name, weight in ModelFolder(base).build().state_dict().items()}
+    write_model(half, ModelFolder(base).config, lambda name: weights[name])
+    export(half, run / "checkpoint-10", tmp_path / "out", grid=grid, override_base=True)
+    model = ModelFolder(base).build()
+    updates = row_updates(model, read_adapter(run / "checkpoint-10", model))
+    source = ModelFolder(tmp_path / "out")
+    written = {entry.ours: source.read(entry) for entry in source.entries() if entry.ours in updates}
+    assert len(written) == len(updates)
+    for name, weight in written.items():
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(on_grid(grid, name, weight), weight), name
+
+
+@pytest.mark.parametrize(("setting", "trained"), [
+    ("cpu/float32/2.9/one device/wint4/8 base", "wint4/8"), ("cpu/float32/2.9/one device", "bf16"),
+])  # fmt: skip
+def test_an_adapter_of_another_kind_of_base_than_the_grid_gets_one_warning(
+    run: Path, base: Path, tmp_path: Path, setting: str, trained: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = tmp_path / "adapter"
+    shutil.copytree(run / "checkpoint-10", adapter)
+    probe = probes.load(adapter)
+    assert probe is not None
+    probes.save(adapter, replace(probe, setting=setting))
+    export(base, adapter, tmp_path / "out", grid="int8", verify=False, override_base=True)
+    said = capsys.readouterr()
+    lines = [line for line in (said.out + said.err).splitlines() if "was trained over" in line]
+    assert len(lines) == 1
+    assert f"was trained over frozen_base: {trained}; merge_grid: int8 puts it on other numbers" in lines[0]
+    if trained == "wint4/8":
+        export(base, adapter, tmp_path / "same", grid=trained, verify=False, override_base=True)
+        said = capsys.readouterr()
+        assert "was trained over" not in said.out + said.err
 
 
 def test_a_grid_without_an_adapter_is_refused(base: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.errors import CheckpointError
-from erniekit.export.split import split_command
+from erniekit.recipes.run import split_command
 
 
 @pytest.mark.parametrize("layout", ["hf", "paddle"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from erniekit.kernels import lean_adamw, moments8
-from erniekit.kernels.adamw import FusedAdamW, Rates, Slot, by_chance16, reference
+from erniekit.kernels.adamw import FusedAdamW, Rates, Slot, reference, stochastic_bf16_at
 from erniekit.kernels.exact_master import join, split
 from erniekit.kernels.launch_tables import LaunchTables
 from erniekit.kernels.position_noise import TensorPart, draws, high16, low16, salt_of
@@ -107,16 +107,16 @@ def test_a_weight_without_a_master_is_right_in_the_mean_and_to_the_nearest_it_ne
     updates = torch.full((64, 64), 1e-4)  # far below half a step of bf16 there, 2**-8
     weight, nearest = start.bfloat16(), start.bfloat16()
     for k in range(1, 101):
-        weight = by_chance16(weight.float() - updates, draws(TensorPart(7), torch.tensor(float(k)), 64, 64))
+        weight = stochastic_bf16_at(weight.float() - updates, draws(TensorPart(7), torch.tensor(float(k)), 64, 64))
         nearest = (nearest.float() - updates).bfloat16()
     assert torch.equal(nearest, start.bfloat16())
     assert float(weight.float().mean()) == pytest.approx(0.99, abs=5e-5)
     # Independent draws would leave a deviation of sqrt(100 x 1e-4 x 2**-8) = 0.0062: more than half of the way.
     assert float(weight.float().std()) < 0.75 * 2**-8
     kept = torch.tensor([[0.0, -0.0, 1.5, -2.0, float("inf"), float("-inf")]])
-    assert torch.equal(by_chance16(kept, draws(TensorPart(7), torch.tensor(1.0), 1, 6)).float(), kept)
+    assert torch.equal(stochastic_bf16_at(kept, draws(TensorPart(7), torch.tensor(1.0), 1, 6)).float(), kept)
     nans = torch.tensor([[0x7FFFFFFF, 0x7FC00000, -1, 0x7F800001]], dtype=torch.int32).view(torch.float32)
-    assert by_chance16(nans, draws(TensorPart(7), torch.tensor(1.0), 1, 4)).isnan().all()
+    assert stochastic_bf16_at(nans, draws(TensorPart(7), torch.tensor(1.0), 1, 4)).isnan().all()
 
 
 # --- 8-bit moments ---

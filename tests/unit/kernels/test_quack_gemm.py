@@ -25,11 +25,10 @@ def test_without_a_hopper_card_it_computes_nothing() -> None:
     assert [products.why_not(what, CPU) for what in products.TRIALS] == ["for Hopper cards"] * 3
 
 
-def test_a_head_is_taken_from_many_rows_and_columns_on_in_bf16() -> None:
+def test_a_head_is_taken_from_many_rows_on_in_bf16() -> None:
     x, weight = torch.empty(2000, 8, dtype=torch.bfloat16), torch.empty(20000, 8, dtype=torch.bfloat16)
     assert products.takes_logits(x, weight)
     assert not products.takes_logits(x[:1000], weight)
-    assert not products.takes_logits(x, weight[:16000])
     assert not products.takes_logits(x.float(), weight.float())
     assert not products.takes_logits(x, weight.t().contiguous().t())
 

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from erniekit import capabilities
+from erniekit.kernels import attention as attention_file
 from erniekit.kernels import flash4, fp8_cards, grouped_gemm, quack_gemm, selection
+from erniekit.kernels.attention import attention
 from erniekit.kernels.expert_mlp import in_triton
 from erniekit.kernels.selection import (
     OPERATIONS,
     AttentionFacts,
     ExpertFacts,
     Fp8Facts,
+    FrameFacts,
     GateUpFacts,
+    HeadFacts,
     PagedFacts,
     ProductFacts,
     chosen,
+    documents_apart,
     force,
     select,
 )
@@ -48,7 +55,8 @@ def everything(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> dic
     attention, product = AttentionFacts(device, 8, 128), ProductFacts(device, dtype)
     facts = {
         "attention": attention, "packed attention": attention, "feed-forward": GateUpFacts(device, 1024, 6144, True),
-        "experts": ExpertFacts(device, dtype, 2560, 1536, (32,)), "grouped products": product, "head": product,
+        "experts": ExpertFacts(device, dtype, 2560, 1536, (32,)), "grouped products": product,
+        "head": HeadFacts(device, dtype, 32000), "frame attention": FrameFacts(device, dtype, 64),
         "experts' products with updates": ExpertFacts(device, dtype, 1536, 2560, (32,)),
         "fp8 products": Fp8Facts(device, 2560, 1536),
         "experts' fp8 products": Fp8Facts(device, 2560, 1536, experts=True),
@@ -101,6 +109,73 @@ def test_experts_take_plain_steps_where_no_kernel_fits(facts: ExpertFacts, why: 
     assert (found.implementation, found.reason) == ("plain", f"triton: {why}")
 
 
+def test_updates_of_high_ranks_are_added_apart_from_the_product(hopper: pytest.MonkeyPatch) -> None:
+    facts = ExpertFacts(CARD, torch.bfloat16, 1536, 2560, (8, 64))
+    assert chosen("experts' products with updates", facts) == "triton"
+    found = select("experts' products with updates", replace(facts, ranks=(8, 65)))
+    assert (found.implementation, found.reason) == ("apart", "triton: adapters of rank 65 are above 64")
+
+
+def test_a_head_is_the_fast_one_by_the_rows_of_this_rank(hopper: pytest.MonkeyPatch) -> None:
+    facts = HeadFacts(CARD, torch.bfloat16, 16384)
+    assert chosen("head", facts) == "quack"
+    assert select("head", replace(facts, rows=16000)).reason == "quack: fewer than 16384 columns"
+    assert select("head", replace(facts, bias=True)).reason == "quack: a bias is added"
+
+
+PACKS = AttentionFacts(CARD, 8, 128, apart=True)
+
+
+@pytest.mark.parametrize(
+    ("facts", "lacks", "found"),
+    [
+        (PACKS, {}, "flash"),
+        (replace(PACKS, dtype=torch.float32), {}, "sdpa"),
+        (replace(PACKS, head_dim=100), {}, "sdpa"),
+        (PACKS, {"varlen": "an older card"}, "masked"),
+        (replace(PACKS, device=torch.device("xpu")), {}, "masked"),
+        (replace(PACKS, device=CPU), {}, "sdpa"),
+    ],
+)
+def test_documents_with_positions_in_them_already_have_kernels_that_take_those(
+    hopper: pytest.MonkeyPatch, facts: AttentionFacts, lacks: dict[str, str], found: str
+) -> None:
+    capabilities.set_lacks(lacks)
+    try:
+        assert documents_apart(facts) == chosen("packed attention", facts) == found
+    finally:
+        capabilities.set_lacks({})
+
+
+def test_a_forced_attention_is_that_of_documents_with_positions_too_where_it_takes_them(
+    hopper: pytest.MonkeyPatch,
+) -> None:
+    force({"packed attention": "sdpa"})
+    assert documents_apart(PACKS) == "sdpa"
+    force({"packed attention": "flash4"})
+    assert documents_apart(PACKS) == "flash", "that one puts positions in itself"
+
+
+def test_attention_asks_the_table_which_way_documents_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, bounds = torch.randn(1, 6, 2, 8), torch.tensor([0, 2, 6], dtype=torch.int32)
+    monkeypatch.setattr(attention_file, "_with_a_mask", lambda *given: "masked")
+    assert torch.equal(attention(q, q, q, bounds, 4), attention(q, q, q, bounds, 4, "sdpa"))
+    asked = []
+    monkeypatch.setattr(attention_file, "documents_apart", lambda facts: asked.append(facts) or "masked")
+    assert attention(q, q[:, :, :1], q[:, :, :1], bounds, 4) == "masked"
+    assert asked == [AttentionFacts(CPU, 2, 8, dtype=torch.float32, apart=True)]
+
+
+def test_a_compiled_layer_can_ask_which_way_documents_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        found = [documents_apart(AttentionFacts(d, 1, 8, dtype=x.dtype, apart=True)) for d in (x.device, CARD)]
+        return x + len(" ".join(found))
+
+    monkeypatch.setattr(selection, "why_no_triton", lambda: torch._dynamo.graph_break())
+    x = torch.zeros(3, dtype=torch.bfloat16)
+    assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(x), x + len("sdpa flash"))
+
+
 def test_paged_attention_gathers_heads_that_no_tile_takes(hopper: pytest.MonkeyPatch) -> None:
     found = select("paged attention", PagedFacts(CARD, torch.bfloat16, 80))
     assert found.implementation == "gathered"
@@ -134,3 +209,10 @@ def test_the_kernels_themselves_ask_the_table(monkeypatch: pytest.MonkeyPatch) -
 def test_what_is_not_in_the_table_cannot_be_forced(words: dict[str, str], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         force(words)
+
+
+def test_the_page_on_kernels_names_every_operation_and_implementation(root: Path) -> None:
+    rows = [line for line in (root / "docs" / "kernels.md").read_text().splitlines() if line.startswith("| `")]
+    for operation, implementations in OPERATIONS.items():
+        (row,) = (line for line in rows if line.startswith(f"| `{operation}`"))
+        assert [each.name for each in implementations if f"`{each.name}`" not in row.split(" | ")[1]] == [], operation

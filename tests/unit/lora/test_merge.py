@@ -9,8 +9,9 @@ from torch import nn
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.lora.adapter import LowRank, adapter_of
 from erniekit.lora.inject import base_state
-from erniekit.lora.merge import WeightUpdate, fold, merged_tensor, row_updates
+from erniekit.lora.merge import WeightUpdate, row_updates
 from erniekit.lora.settings import LoRASettings
+from support.merged import fold, merged_tensor
 
 IDS = torch.arange(20).view(2, 10)
 

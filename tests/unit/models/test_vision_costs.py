@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from erniekit.models import vision_costs
-from erniekit.models.layers.seeing import SeeingDecoder
+from erniekit.models.layers.vision_language import VisionLanguageDecoder
 from unit.models.test_modal import SHAPE, replace_vision
 
 CONFIG = replace_vision(SHAPE, depth=3, width=64, heads=4, mlp_width=256, patch=14)
@@ -36,7 +36,7 @@ def saved(model: Any, forward: Callable[[], Any]) -> int:
 
 @pytest.mark.parametrize("tower", [True, False], ids=["both trained", "tower frozen"])
 def test_a_forward_pass_keeps_what_is_counted(tower: bool) -> None:
-    model = SeeingDecoder(CONFIG)
+    model = VisionLanguageDecoder(CONFIG)
     model.tower.requires_grad_(tower)
     pixels = torch.zeros(PATCHES, 588, dtype=torch.uint8)
     counted = saved(model, lambda: model.resampler(model.tower(pixels, GRIDS), GRIDS))

@@ -88,9 +88,12 @@ def test_matrices_follow_torchs_muon_and_all_else_torchs_adamw(match: bool) -> N
         torch.testing.assert_close(param.detach(), want, atol=2e-4 if name in apart else 1e-6, rtol=0)
 
 
-def test_directions_are_nearly_orthogonal_whatever_the_shape() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_directions_are_nearly_orthogonal_whatever_the_shape(dtype: torch.dtype) -> None:
     for rows, columns in ((40, 16), (16, 40), (24, 24)):
-        found = torch.linalg.svdvals(orthogonalised(torch.randn(3, rows, columns)).float())
+        directions = orthogonalised(torch.randn(3, rows, columns).to(dtype))
+        assert directions.dtype == dtype
+        found = torch.linalg.svdvals(directions.float())
         assert float(found.min()) > 0.5
         assert float(found.max()) < 1.3
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
+from typing import ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from erniekit.devices import cuda
+from erniekit.devices.apple import AppleDevice
 from erniekit.devices.cpu import CpuDevice
 from erniekit.optim import offload
 from erniekit.optim.adamw import AdamW
@@ -21,6 +25,7 @@ from support.optimizer_steps import steps_taken
 from support.ranks import Ranks
 
 WIDTH = 6
+HOST = CpuDevice("CPU", "cpu", 0)
 
 
 class Elsewhere(OnDevice):
@@ -121,7 +126,7 @@ def test_one_by_one_has_the_states_of_one_parameter_at_a_time() -> None:
 
 def test_states_of_parameters_in_host_memory_are_left_where_they_are() -> None:
     model = tiny(torch.bfloat16)
-    home = InHost(one_by_one=True)
+    home = InHost(HOST, one_by_one=True)
     optimizer = optimizer_of(model, home)
     train(model, optimizer, range(2))
     kept = dict(optimizer.state_tensors())["0.weight/exp_avg"]
@@ -133,12 +138,11 @@ def test_states_of_parameters_in_host_memory_are_left_where_they_are() -> None:
 
 
 def test_either_key_asks_for_host_memory() -> None:
-    assert type(states_home(False, False)) is OnDevice
+    assert type(states_home(False, False, HOST)) is OnDevice
     for keys, one_by_one in {(True, False): False, (False, True): True, (True, True): True}.items():
-        home = states_home(*keys)
+        home = states_home(*keys, HOST)
         assert type(home) is InHost
         assert home.one_by_one == one_by_one
-        assert type(states_home(*keys, CpuDevice("CPU", "cpu", 0))) is InHost
         streamed = states_home(*keys, LazyDevice())
         assert isinstance(streamed, Streamed)
         assert streamed.ahead == (1 if one_by_one else 4)
@@ -172,12 +176,42 @@ def test_a_gradient_that_came_past_autograds_hooks_is_summed_in_fp32_too() -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_optimizer_that_is_dropped_leaves_no_memory_behind(dtype: torch.dtype) -> None:
     model = tiny(dtype)
-    optimizer = optimizer_of(model, InHost())
+    optimizer = optimizer_of(model, InHost(HOST))
     train(model, optimizer, range(1))
     left = [weakref.ref(p) for p in model.parameters()] + [weakref.ref(m) for m in optimizer.masters.values()]
     del model, optimizer
     gc.collect()
     assert [ref() for ref in left] == [None] * len(left)
+
+
+class Waited(CpuDevice):
+    """Computes at once and takes note of whom it was told to wait for."""
+
+    waited: ClassVar[list[torch.device | None]] = []
+
+    def synchronise(self, handle: torch.device | None = None) -> None:
+        self.waited.append(handle)
+
+
+def test_apples_gpu_is_waited_for_by_a_function_that_takes_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[bool] = []
+    assert not inspect.signature(torch.mps.synchronize).parameters
+    monkeypatch.setattr(torch.mps, "synchronize", lambda: waited.append(True))
+    home = InHost(AppleDevice("Apple GPU", "mps", 0))
+    home._busy.add(torch.device("mps", 0))
+    home.settle()
+    assert waited == [True]
+
+
+def test_the_device_is_asked_to_end_its_copies_before_the_host_reads() -> None:
+    device = Waited("CPU", "cpu", 0)
+    home = InHost(device)
+    kept = torch.zeros(3)
+    home.store(torch.ones(3), kept)
+    home.settle()
+    home.settle()
+    assert device.waited == [torch.device("cpu")], "once"
+    assert home._pinned(100).numel() == 100, "memory that is not pinned, for a device that does not gain by it"
 
 
 # --- on streams: what a device would do later is done when it is waited for ---
@@ -324,7 +358,7 @@ def test_on_a_card_the_states_are_in_host_memory_and_the_bits_are_the_same() -> 
     slack = 4 << 20  # bytes: biases rounded up to 512, and activations
     assert 14 * count <= between - start < 14 * count + slack, "2 bytes a weight, 4 its copy, 8 its moments"
     for one_by_one in (False, True):
-        got, between_here, most_here = memory_of(InHost(one_by_one))
+        got, between_here, most_here = memory_of(InHost(cuda.make(), one_by_one))
         assert same_bits(want, got)
         assert between_here - start < 2 * count + slack, "the 16-bit weights alone"
         if one_by_one:
@@ -341,7 +375,7 @@ def test_on_a_card_the_moments_of_sharded_parameters_are_in_host_memory() -> Non
     try:
         plain = train_sharded(None, "cuda")
         for one_by_one in (False, True):
-            moved = train_sharded(InHost(one_by_one), "cuda")
+            moved = train_sharded(InHost(cuda.make(), one_by_one), "cuda")
             assert moved["0.weight/exp_avg"].is_pinned()
             assert same_bits({name: t.cpu() for name, t in plain.items()}, moved)
     finally:

@@ -94,8 +94,8 @@ def test_exact_masters_train_as_fp32_ones_that_round_half_up(monkeypatch: pytest
 
     plain_pack = kernels.pack
 
-    def half_up(slot: Any, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, fair: bool) -> None:
-        plain_pack(slot, p, m, v, fair)
+    def half_up(slot: Any, p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, stochastic: bool) -> None:
+        plain_pack(slot, p, m, v, stochastic)
         if slot.master is not None and slot.weight is not None:
             slot.weight.copy_(split(slot.master)[0])
 

@@ -12,7 +12,7 @@ from torch import nn
 from erniekit.models.layers.experts import Experts
 from erniekit.models.layers.moe import LocalExchange
 from erniekit.models.layers.router import Routing
-from erniekit.parallel.expert import AllToAll, Everyone, SomeHere, dispatch_of
+from erniekit.parallel.expert import AllGatherExchange, AllToAllExchange, OwnExpertsExchange, dispatch_of
 from erniekit.parallel.plan import share
 from support.ranks import Ranks
 
@@ -66,8 +66,8 @@ def on_a_rank(dispatch: str, counts: list[int], kind: str) -> Any:
     rank, group = dist.get_rank(), dist.group.WORLD
     assert group is not None
     shares = [share(EXPERTS, len(counts), r) for r in range(len(counts))]
-    mine = SomeHere(shares[rank])
-    exchange = AllToAll(group, shares) if dispatch == "all_to_all" else Everyone(mine, group, dispatch)
+    mine = OwnExpertsExchange(shares[rank])
+    exchange = AllToAllExchange(group, shares) if dispatch == "all_to_all" else AllGatherExchange(mine, group, dispatch)
     seen = 0 if dispatch == "copies" else rank
     return answer(exchange, some_of(experts(), *shares[rank]), seen, counts[rank], kind)
 

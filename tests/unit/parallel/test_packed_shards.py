@@ -15,8 +15,8 @@ from erniekit.lora.frozen_base import store_frozen
 from erniekit.lora.inject import inject
 from erniekit.lora.settings import LoRASettings
 from erniekit.losses.causal import causal_loss
+from erniekit.model_contract import packed_layers
 from erniekit.models import MODELS
-from erniekit.models.layers.linear import packed_layers
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
 from erniekit.optim.schedule import Schedule

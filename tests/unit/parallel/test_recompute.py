@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 
+from erniekit.devices import cuda
+from erniekit.devices.cpu import CpuDevice
 from erniekit.models import MODELS
 from erniekit.models.config import DecoderConfig
-from erniekit.parallel.recompute import HostInputs, apply_recompute
+from erniekit.parallel.recompute import IN_FLIGHT, HostInputs, apply_recompute
+from support.lazy_device import LazyDevice, LazyEvent
 
 LAYERS = 4
+HOST = CpuDevice("CPU", "cpu", 0)
 
 
 class Counted(HostInputs):
     """Keeps copies elsewhere in the CPU's memory, and counts."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(HOST)
         self.packed = self.unpacked = 0
         self.shapes: set[tuple[int, ...]] = set()
 
@@ -94,11 +98,37 @@ def test_nothing_is_kept_without_gradients() -> None:
 
 
 def test_inputs_in_host_memory_are_left_where_they_are() -> None:
-    want, model, kept = gradients(model_of()), model_of(), HostInputs()
+    want, model, kept = gradients(model_of()), model_of(), HostInputs(HOST)
     apply_recompute(model, "full", inputs=kept)
     assert all(torch.equal(a, b) for a, b in zip(want, gradients(model)))
     tensor = torch.ones(3)
     assert kept.unpack(kept.pack(tensor)) is tensor
+
+
+class Chip(LazyDevice):
+    """With streams and events of its own, which torch.accelerator does not know."""
+
+    pins_memory: ClassVar[bool] = False
+
+
+def test_copies_go_over_the_streams_and_events_of_the_device() -> None:
+    waited: list[LazyEvent] = []
+
+    class Noted(HostInputs):
+        def unpack(self, packed: Any) -> torch.Tensor:
+            assert len(self._leaving) <= IN_FLIGHT
+            result = super().unpack(packed)
+            waited.append(packed[-1])
+            return result
+
+    want, model, kept = gradients(model_of()), model_of(), Noted(Chip())
+    apply_recompute(model, "full", inputs=kept)
+    assert all(torch.equal(a, b) for a, b in zip(want, gradients(model)))
+    assert len(waited) >= 2 * LAYERS
+    assert all(event.happened for event in waited), "nothing is read before its copy has ended"
+    tensor = torch.ones(3)
+    copy, _, _ = kept.pack(tensor)
+    assert copy.data_ptr() != tensor.data_ptr()
 
 
 # --- on a card ---
@@ -124,7 +154,7 @@ def test_on_a_card_inputs_wait_in_host_memory_and_the_bits_are_the_same() -> Non
     try:
         on_the_card(None)  # cublas' own memory
         want, all_inputs = on_the_card(None)
-        got, held = on_the_card(HostInputs())
+        got, held = on_the_card(HostInputs(cuda.make()))
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(a, b) for a, b in zip(want, got))
@@ -138,7 +168,7 @@ def test_on_a_card_inputs_wait_in_host_memory_and_the_bits_are_the_same() -> Non
 def test_on_a_card_inputs_may_wait_in_host_memory_under_compile() -> None:
     want = gradients(model_of(256, "cuda"))
     model = model_of(256, "cuda")
-    apply_recompute(model, "full", inputs=HostInputs())
+    apply_recompute(model, "full", inputs=HostInputs(cuda.make()))
     for layer in model.layers:
         layer.compile()
     for a, b in zip(want, gradients(model)):

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 
+from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import load
 from erniekit.data.mix import SampleOrder
 from erniekit.data.pack import PackStream
-from erniekit.errors import ConfigError
-from erniekit.parallel.mesh import World
-from erniekit.recipes.datasets import TrainData, accumulation_by_size, dataset_files, file_shares
+from erniekit.data.tokenizer import Tokenizer, load_tokenizer
+from erniekit.demo.tiny import make_tokenizer
+from erniekit.devices import cpu
+from erniekit.errors import ConfigError, DataError
+from erniekit.parallel.mesh import Layout, World
+from erniekit.recipes import stage_of
+from erniekit.recipes.datasets import TrainData, accumulation_by_size, dataset_files, file_shares, sources_for
+from erniekit.recipes.run_plan import RunPlan
+from support.jsonl import small_row, write_jsonl
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(folder)
+    return load_tokenizer(folder)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +59,51 @@ def test_a_folder_is_one_source_whose_share_its_files_divide_by_their_samples(tm
     assert formats == [None, None, None]
     assert file_shares(cfg, "train", [1, 3, 5]) == pytest.approx([0.075, 0.225, 0.7])
     assert file_shares(cfg, "train", [1, 3, 7])[2] == 0.7  # to the last bit: recorded orders depend on it
+
+
+def test_pipes_and_links_to_nowhere_in_a_folder_are_refused_before_any_file_is_read(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [small_row(1)])
+    (tmp_path / "b.jsonl").symlink_to("gone")
+    os.mkfifo(tmp_path / "c.csv")
+    cfg = load([f"--data={tmp_path}", "model_name_or_path=m"])
+    with pytest.raises(DataError, match="dataset is a link to gone") as refused:
+        dataset_files(cfg, "train")
+    assert refused.value.where == f"{tmp_path / 'b.jsonl'}, and 1 more that cannot be opened"
+    (tmp_path / "c.csv").unlink()
+    with pytest.raises(DataError) as refused:
+        dataset_files(cfg, "train")
+    assert refused.value.where == str(tmp_path / "b.jsonl")
+
+
+def test_the_error_of_a_file_in_a_folder_names_the_command_that_checks_them_all(tmp_path, tokenizer):
+    folder = tmp_path / "my set"
+    folder.mkdir()
+    for name in ("a", "b", "c"):
+        write_jsonl(folder / f"{name}.jsonl", [small_row(1)] if name == "a" else [{"nothing": "known"}])
+    single = folder / "b.jsonl"
+    for path, hint in ((folder, f"`erniekit data '{folder}'` checks all files"), (single, "")):
+        cfg = load(["model_name_or_path=m", f"cache_dir={tmp_path / 'cache'}", f"--data={path}", "dataset_num_proc=1"])
+        with pytest.raises(DataError) as refused:
+            sources_for(cfg, "train", tokenizer, None)
+        assert refused.value.where.startswith(str(single))
+        assert ("erniekit data '" in refused.value.fix) == bool(hint)
+        assert refused.value.fix.endswith(hint)
+
+
+@pytest.mark.parametrize("stage", ["SFT", "PT"])
+def test_every_rank_names_the_list_of_bad_rows_that_the_main_rank_writes(stage, tmp_path, tokenizer):
+    key = "text" if stage == "PT" else "src"
+    rows = [{"text": "a quiet harbor"} if stage == "PT" else small_row(1), {key: 3}, {key: 3}]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    options = [f"stage={stage}", f"cache_dir={tmp_path / 'cache'}", "dataset_num_proc=1", "split=1,0,0"]
+    cfg = load([f"--data={path}", "model_name_or_path=m", *options])
+    listed = tmp_path / "output" / "bad_rows.jsonl"
+    for rank, is_there in ((1, False), (0, True), (1, True)):
+        plan = RunPlan(cfg, cpu.make(), World(Layout(dp=2), rank), cast(ModelFolder, None), lora=None, mtp_tokens=0)
+        with pytest.raises(DataError, match="cannot be used") as refused:
+            stage_of(cfg).open_data(plan, tokenizer, listed.parent)
+        assert f"(all are listed in {listed})" in refused.value.fix
+        assert listed.exists() == is_there, "one rank writes it"
 
 
 def test_a_hub_dataset_to_evaluate_on_names_its_split():

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import erniekit
 from erniekit.api_load import find_model
@@ -20,12 +21,14 @@ from erniekit.config.rules.frozen import PACKED
 from erniekit.data.collate import collate
 from erniekit.data.tokenizer import load_tokenizer
 from erniekit.data.types import Pack
+from erniekit.demo.tiny import make_tiny_model
 from erniekit.errors import CheckpointError, ConfigError, ErnieKitError
 from erniekit.lora.adapter import adapter_of
 from erniekit.lora.adapter_files import write_adapter
 from erniekit.lora.frozen_base import on_grid
 from erniekit.losses.causal import causal_loss
-from erniekit.models.layers.linear import HoldsWeight, packed_layers
+from erniekit.model_contract import packed_layers
+from erniekit.models.layers.linear import HoldsWeight
 from erniekit.recipes import stage_of
 from erniekit.recipes.adapters import settings_of
 from erniekit.recipes.build import build
@@ -193,3 +196,47 @@ def test_the_tokenizer_that_is_named_is_the_one_evaluated_with(model, tmp_path):
         erniekit.run("eval", model_name_or_path=bare, **keys)
     told = erniekit.run("eval", model_name_or_path=bare, tokenizer_name=model, **keys).metrics
     assert told["eval_tokens"] > 0
+
+
+def test_a_model_that_gives_no_numbers_has_no_results(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"src": ["Hello."], "tgt": ["Good day."]}])
+    model = make_tiny_model(tmp_path / "tiny")
+    weights = model / "model.safetensors"
+    tensors = load_file(weights)
+    name = next(name for name in tensors if "norm" in name)
+    tensors[name][:] = float("nan")
+    save_file(tensors, weights, {"format": "pt"})
+    assert main(["eval", str(model), f"eval_dataset_path={data}", *(f"{k}={v}" for k, v in KEYS.items())]) == 3
+    said = capsys.readouterr()
+    assert said.err.startswith(f"error: the loss of this model is not a number: nan\nwhere: {model}\nfix: ")
+    assert "done" not in said.out
+    assert not list(tmp_path.rglob("*results.json"))
+
+
+@pytest.mark.parametrize(("made", "what"), [(False, "there is no nothere"), (True, "nothere holds no model")])
+def test_an_output_dir_without_a_run_is_named(tmp_path, monkeypatch, capsys, made, what):
+    monkeypatch.chdir(tmp_path)
+    if made:
+        (tmp_path / "nothere").mkdir()
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"src": ["Hello."], "tgt": ["Good day."]}])
+    assert main(["eval", "--output_dir", "nothere", "--eval_dataset_path", str(data)]) == 2
+    said = capsys.readouterr().err
+    assert what in said
+    assert "where: output_dir: flag --output_dir" in said
+    assert "model_name_or_path=DIR" in said
+
+
+def test_into_a_runs_folder_go_the_results_and_the_rows_that_cannot_be_used(model, tmp_path):
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"src": ["Hello."], "tgt": ["Good day."]}, {"src": 5}])
+    before = {path.name for path in model.iterdir()}
+    erniekit.run("eval", output_dir=model, eval_dataset_path=data, max_bad_fraction=0.9, **KEYS)
+    added = {path.name for path in model.iterdir()} - before - {".erniekit-files"}
+    assert added == {"eval_results.json", "all_results.json", "bad_eval_rows.jsonl"}
+    page = (
+        (Path(__file__).parents[3] / "docs" / "eval.md")
+        .read_text()
+        .split("Into the folder of a run")[1]
+        .split(".\n")[0]
+    )
+    assert all(f"`{name}`" in page for name in added)

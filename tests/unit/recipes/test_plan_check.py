@@ -23,10 +23,10 @@ from erniekit.planner.memory import GIB
 from erniekit.recipes import plan_check, stage_of, training
 from erniekit.recipes.planning import job_of, shape_of
 from erniekit.recipes.run_plan import plan_run
-from erniekit.train.metrics import Usual
+from erniekit.train.metrics import StepStatistics
 from support.planned_recipe import RECIPE
 
-USUAL = Usual(5e3, 60.0, 20.0, 0.5)
+USUAL = StepStatistics(5e3, 60.0, 20.0, 0.5)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_the_line_at_the_end_compares_memory_and_speed() -> None:
 def test_short_documents_of_a_pack_are_planned_as_fast_as_a_card_ran_them(recipe: Path) -> None:
     """`bench --real`, case sft-packed on one H200: 32K packs of documents of 1K, 201k to 208k tokens/s."""
     packs, here = job(recipe, "max_seq_len=32768", "fine_tuning=Full"), Site(CARDS["h200"], rates_of(CARDS["h200"]), 1)
-    own = plan_check.as_it_was(packs, Layout(), Usual(205e3, 32_200, 1_108, 0.98))
+    own = plan_check.as_it_was(packs, Layout(), StepStatistics(205e3, 32_200, 1_108, 0.98))
     assert (own.length, own.document) == (32_200, 1_108)
     assert evaluate(own, Layout(), here, exact=True).tokens == pytest.approx(205e3, rel=0.1)
     assert evaluate(packs, Layout(), here, exact=True).tokens < 100e3, "as one document it is another run"
@@ -66,7 +66,7 @@ def test_short_documents_of_a_pack_are_planned_as_fast_as_a_card_ran_them(recipe
 
 def test_rows_keep_a_length_that_the_layout_can_cut(recipe: Path) -> None:
     layout = Layout(tp=4, sequence_parallel=True)
-    own = plan_check.as_it_was(job(recipe), layout, Usual(1.0, 6_001.5, 6_100, 1.0))
+    own = plan_check.as_it_was(job(recipe), layout, StepStatistics(1.0, 6_001.5, 6_100, 1.0))
     assert own.length == 6_004
 
 

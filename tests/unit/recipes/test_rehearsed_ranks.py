@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from erniekit.config import load
 from erniekit.parallel.mesh import Layout
@@ -77,7 +78,8 @@ def test_an_error_in_a_copied_process_is_a_finding(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are copied on Linux only")
 def test_processes_are_not_copied_where_there_is_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearsed_ranks.torch.accelerator, "current_accelerator", lambda check_available: "cuda")
+    card = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: card)
     assert rehearsed_ranks.start_method() == "spawn"
-    monkeypatch.setattr(rehearsed_ranks.torch.accelerator, "current_accelerator", lambda check_available: None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
     assert rehearsed_ranks.start_method() == "fork"

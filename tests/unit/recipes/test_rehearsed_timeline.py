@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from erniekit.cli.main import main
-from erniekit.parallel import early_sums
+from erniekit.parallel import overlapped_reduce
 from erniekit.parallel.engine import Engine
 from erniekit.planner.cards import CARDS, rates_of
 from erniekit.planner.cluster import parse
@@ -58,10 +58,10 @@ def test_gathers_of_shards_overlap_and_sums_of_tensor_parallel_ranks_do_not(word
 
 
 def test_sums_of_data_parallel_ranks_begin_inside_the_backward_pass(words, capsys, monkeypatch):
-    monkeypatch.setattr(early_sums, "BUCKET", 20_000)
+    monkeypatch.setattr(overlapped_reduce, "BUCKET", 20_000)
     copies = told(capsys, *words, "fine_tuning=Full", "data_parallel_degree=2")
     assert copies["hidden_seconds"] > 0
-    monkeypatch.setattr(Engine, "early_sums", lambda *_: None)
+    monkeypatch.setattr(Engine, "overlapped_reduce", lambda *_: None)
     waits = told(capsys, *words, "fine_tuning=Full", "data_parallel_degree=2")
     assert waits["hidden_seconds"] == 0 < waits["exposed_seconds"]
 
@@ -159,7 +159,16 @@ def test_a_card_takes_its_rate_for_each_kind_of_work():
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0, "0.0 ms"), (3.4e-5, "34 µs"), (2e-4, "0.2 ms"), (0.0321, "32.1 ms"), (2.5, "2.50 s")]
+    ("value", "text"),
+    [
+        (0, "0.0 ms"),
+        (3e-11, "0.0 ms"),
+        (4e-7, "0.4 µs"),
+        (3.4e-5, "34 µs"),
+        (2e-4, "0.2 ms"),
+        (0.0321, "32.1 ms"),
+        (2.5, "2.50 s"),
+    ],
 )
 def test_times_are_readable_at_every_size(value, text):
     assert time_text(value) == text

@@ -17,7 +17,7 @@ from erniekit.recipes import run_plan, stage_of
 from erniekit.recipes.build import build
 
 
-@pytest.mark.parametrize("word", ["device=auto", "device=cpu", "bf16=True"])
+@pytest.mark.parametrize("word", ["device=auto", "device=cpu"])
 def test_a_run_that_finds_itself_on_a_cpu_records_fp32_with_its_reason(
     word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -33,12 +33,16 @@ def test_a_run_that_finds_itself_on_a_cpu_records_fp32_with_its_reason(
     assert note == "compute_type: bf16 -> fp32 (bf16 is slow on a CPU; write compute_type: bf16 to have it)"
 
 
-def test_bf16_that_was_asked_for_stays_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("words", [["compute_type=bf16"], ["bf16=True"], ["--bf16"], ["--bf16", "True"]])
+def test_bf16_that_was_asked_for_stays_on_a_cpu_under_either_name(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(run_plan, "pick", lambda *asked: cpu.make())
-    opened = run_plan.open_device(load(["compute_type=bf16"]))
+    opened = run_plan.open_device(load(words))
     cfg, dtype = opened.config, opened.dtype
     assert dtype == torch.bfloat16
-    assert (cfg.origin("compute_type"), cfg.precision.bf16) == ("key=value", True)
+    assert (cfg.precision.compute_type, cfg.precision.bf16) == ("bf16", True)
+    assert "compute_type" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["", "compute_type=fp8"])

@@ -9,9 +9,10 @@ import pytest
 from erniekit.config import load
 from erniekit.demo.tiny import make_tiny_model
 from erniekit.parallel.mesh import Layout
-from erniekit.planner.static_bytes import Blocks, of_rank
+from erniekit.planner.static_bytes import Blocks
 from erniekit.recipes import memory_decisions, trained_weights
 from erniekit.recipes.planning import shape_of, sharding_of, storing_of
+from support.rank_bytes import of_rank
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 
 from erniekit.kernels.expert_mlp import expert_mlp
+from erniekit.kernels.lora_linear import RowUpdate, lora_linear
 from erniekit.kernels.moe_permute import by_expert
-from erniekit.kernels.stored import Stored
+from erniekit.kernels.stored import Stored, kind_named
 from erniekit.parallel.mesh import Layout
 from erniekit.rehearse.calls import Trace
 from erniekit.rehearse.counting import step_counted, streams_seen
@@ -43,6 +44,20 @@ def test_attention_counts_half_the_square_where_it_looks_back_only(causal: bool)
     found = counted(run)
     assert found.attention == {2048: 3 * (2 if causal else 4) * 4 * 16 * 2048**2}
     assert found.products == 0
+
+
+@pytest.mark.parametrize("kind", ["plain", "int8"])
+def test_a_linear_with_adapters_counts_its_products_both_ways(kind: str) -> None:
+    rows, width, out, rank = 2048, 64, 96, 4
+    packed = kind_named(kind).pack(torch.ones(out, width))
+
+    def run() -> None:
+        x = torch.empty(rows, width, requires_grad=True)
+        A, B = torch.empty(rank, width, requires_grad=True), torch.empty(out, rank, requires_grad=True)
+        lora_linear(x, packed, None, [RowUpdate(A, B, 2.0, ((0, out),))]).sum().backward()
+
+    whole, low = rows * width * out, rows * rank * (width + out)
+    assert counted(run).products == 2 * (whole + low) + 2 * (whole + 2 * low)
 
 
 @pytest.mark.parametrize("trained", [True, False])

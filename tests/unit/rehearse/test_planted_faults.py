@@ -84,8 +84,8 @@ def test_groups_made_in_another_order_by_one_rank_are_found():
 
 def test_two_ranks_that_both_send_first_are_a_deadlock():
     def run(rank: int) -> None:
-        comm.send(torch.zeros(2), 1 - rank)
-        comm.recv(torch.zeros(2), 1 - rank)
+        dist.send(torch.zeros(2), 1 - rank)
+        dist.recv(torch.zeros(2), 1 - rank)
 
     (only,) = faults(recorded(2, run))
     assert "deadlock" in only.what
@@ -95,7 +95,7 @@ def test_two_ranks_that_both_send_first_are_a_deadlock():
 def test_sends_that_are_not_waited_for_are_no_deadlock():
     def run(rank: int) -> None:
         work = comm.isend(torch.zeros(2), 1 - rank)
-        comm.recv(torch.zeros(2), 1 - rank)
+        dist.recv(torch.zeros(2), 1 - rank)
         work.wait()
 
     assert not faults(recorded(2, run))
@@ -118,9 +118,9 @@ def test_another_reduction_on_one_rank_is_named():
 def test_a_message_to_the_wrong_rank_is_named():
     def run(rank: int) -> None:
         if rank == 0:
-            comm.send(torch.zeros(2), 2)  # meant for rank 1
+            dist.send(torch.zeros(2), 2)  # meant for rank 1
         elif rank == 1:
-            comm.recv(torch.zeros(2), 0)
+            dist.recv(torch.zeros(2), 0)
 
     text = told(recorded(3, run))
     assert "rank 2 never receives message 1 from rank 0 to rank 2" in text
@@ -131,7 +131,7 @@ def test_a_receive_that_is_missing_is_named():
     def run(rank: int) -> None:
         works = [comm.isend(torch.zeros(k + 1), 1) for k in range(2)] if rank == 0 else []
         if rank == 1:
-            comm.recv(torch.zeros(1), 0)
+            dist.recv(torch.zeros(1), 0)
         for work in works:
             work.wait()
 

@@ -109,6 +109,23 @@ def test_a_thought_comes_apart_from_the_answer_whole_and_streamed(served, post):
     assert "".join(d.get("content", "") for d in deltas) == "four"
 
 
+@pytest.mark.parametrize("rest", ["\n<tool_ca", '\n<tool_call>\n{"n'])
+def test_an_answer_cut_inside_a_further_call_ends_by_length_and_shows_nothing_of_it(served, post, rest: str):
+    whole = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    _, body = post(recite(served, whole + rest, "length"), tools=tools)
+    (choice,) = json.loads(body)["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("length", None)
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["f"]
+    _, body = post(recite(served, whole + rest, "length"), tools=tools, stream=True)
+    parts = [chunk["choices"][0] for chunk in events(body)]
+    assert parts[-1]["finish_reason"] == "length"
+    assert not any(part["delta"].get("content") for part in parts)
+    assert sum(len(part["delta"].get("tool_calls", ())) for part in parts) == 1
+    _, body = post(recite(served, whole, "length"), tools=tools)
+    assert json.loads(body)["choices"][0]["finish_reason"] == "tool_calls", "the call is whole"
+
+
 def test_a_call_is_read_when_tools_were_given(served, post):
     text = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
     tools = [{"type": "function", "function": {"name": "f"}}]

@@ -13,6 +13,7 @@ import threading
 from dataclasses import replace
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from erniekit.api_load import load
 from erniekit.checkpoint.model_folder import ModelFolder
@@ -20,6 +21,7 @@ from erniekit.checkpoint.model_writer import write_model
 from erniekit.cli.main import main
 from erniekit.config import load as load_config
 from erniekit.data.template import prompt_ids
+from erniekit.demo.tiny import make_tiny_model
 from erniekit.errors import ConfigError
 from erniekit.models.init import init_weights
 from erniekit.serve import chat as chat_module
@@ -171,6 +173,28 @@ def test_the_command_answers_one_prompt_of_a_folder_and_of_a_server(talker, live
         assert main(["chat", *words, "temperature=0", "--prompt", "capital of France?"]) == 0
         shown = capsys.readouterr()
         assert (shown.out, shown.err) == ("Paris.\n", "")
+
+
+@pytest.mark.parametrize("prompt", ["", "  "])
+def test_a_prompt_without_words_is_refused(talker, capsys, prompt):
+    assert main(["chat", str(talker), "device=cpu", "--prompt", prompt]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert (
+        shown.err
+        == 'error: --prompt is empty: there is nothing to answer\nwhere: flag --prompt\nfix:   --prompt "..."\n'
+    )
+
+
+def test_weights_that_give_no_numbers_are_told_with_what_helps(tmp_path, capsys):
+    model = make_tiny_model(tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"][:] = float("nan")
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    assert main(["chat", str(model), "device=cpu", "--prompt", "one"]) == 2
+    said = capsys.readouterr().err
+    assert "the model gave no usable number for the next token" in said
+    assert "fix:   its weights or adapter are damaged or not trained: name another checkpoint" in said
 
 
 def test_a_folder_that_is_none_is_an_error_without_traceback(tmp_path, capsys):

@@ -18,7 +18,8 @@ from erniekit.lora.adapter_files import write_adapter
 from erniekit.lora.frozen_base import packing
 from erniekit.lora.inject import inject
 from erniekit.lora.settings import LoRASettings
-from erniekit.models.layers.linear import HoldsWeight, packed_layers
+from erniekit.model_contract import packed_layers
+from erniekit.models.layers.linear import HoldsWeight
 from erniekit.serve import loaded_models
 from erniekit.serve.engines.embedded import EngineLimits
 from erniekit.weight_kinds import SERVED

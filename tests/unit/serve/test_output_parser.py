@@ -25,6 +25,9 @@ CASES = {
     "a thought and a call": ("<think>hm</think>" + CALL, False, True, "hm", "", [("f", {"a": 1})]),
     "no call": ("<tool_call>oops</tool_call>", False, True, "", "<tool_call>oops</tool_call>", []),
     "a call cut short": ('<tool_call>{"name": "f', False, True, "", '<tool_call>{"name": "f', []),
+    "a further call cut short": (CALL + '\n<tool_call>\n{"n', False, True, "", "", [("f", {"a": 1})]),
+    "a further call cut in its tag": (CALL + "\n<tool_c", False, True, "", "", [("f", {"a": 1})]),
+    "words behind a call": (CALL + "\nas a <", False, True, "", "as a <", [("f", {"a": 1})]),
     "calls nobody asked for are text": (CALL, False, False, "", CALL, []),
 }  # fmt: skip
 

@@ -49,7 +49,7 @@ def test_other_machines_need_a_key_or_a_clear_word(capsys):
 
 def test_typed_keys_of_training_are_named_and_those_of_a_recipe_are_not(tmp_path, capsys):
     (tmp_path / "run.yaml").write_text("model_name_or_path: m\nlearning_rate: 1.0e-4\ncompile: true\n")
-    note_unread(load([str(tmp_path / "run.yaml"), "max_model_len=100", "device=cpu"], "server"))
+    note_unread(load([str(tmp_path / "run.yaml"), "max_model_len=100", "device=cpu", "verify=full"], "server"))
     assert capsys.readouterr().err == ""
     note_unread(load(["m", "compile=True", "max_seq_len=100"], "server"))
     assert "without effect on a server: compile, max_seq_len" in capsys.readouterr().err

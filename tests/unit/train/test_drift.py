@@ -11,7 +11,7 @@ from erniekit.parallel.mesh import Layout
 from erniekit.parallel.plan import experts_in, heads, vocab
 from erniekit.parallel.sharding import Heads, Sharding
 from erniekit.train import drift
-from erniekit.train.drift import ReplicaDrift, describe, fingerprint, fingerprints, replicated
+from erniekit.train.drift import ReplicaDrift, ReplicasDiffer, describe, fingerprint, fingerprints, replicated
 
 SIZES = [0, 1, 3, 4, 5, 8, 63, 64, 1000]
 
@@ -162,6 +162,34 @@ def test_a_block_is_compared_where_it_lies_in_the_local_tensor() -> None:
     del tensors["layers.1.attn_norm.weight"]
     assert [*hook._fingerprints().values()] == [{str(key): prints[str(key)]}], "what does not train may be left out"
     hook.check(1)
+
+
+class Apart:
+    """Two ranks: what the other one holds has other bits."""
+
+    rank, size = 0, 2
+
+    def gather(self, value: dict) -> list[dict]:
+        def other(held: object) -> object:
+            return {name: n + 1 for name, n in held.items()} if isinstance(held, dict) else b"other"
+
+        return [value, {key: other(held) for key, held in value.items()}]
+
+
+@pytest.mark.parametrize(("layout", "first", "named"), [
+    (Layout(tp=2), True, True), (Layout(tp=2), False, False), (Layout(dp=2), True, False),
+])  # fmt: skip
+def test_copies_of_tensor_parallel_ranks_that_differ_from_the_first_step_on_may_be_the_plans_fault(
+    layout: Layout, first: bool, named: bool
+) -> None:
+    (norm,) = (b for b in replicated(sharding(layout), 0) if b.name == "layers.0.attn_norm.weight")
+    hook = ReplicaDrift([norm], lambda: {norm.name: torch.ones(16)}, Apart(), every=1)  # type: ignore[arg-type]
+    hook.checks = 0 if first else 3
+    with pytest.raises(ReplicasDiffer) as caught:
+        hook.check(5)
+    assert ("sharding table" in caught.value.fix) == named
+    assert caught.value.fix.endswith("test memory and links of that machine; the same command resumes from the last "
+                                     "checkpoint")  # fmt: skip
 
 
 @pytest.mark.cuda

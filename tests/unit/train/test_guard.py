@@ -5,11 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 RUN = """
 import os, signal, sys, time
 from erniekit.train import guard
 guard.TELLS_AFTER_S = 0.2
-with guard.Signals() as signals:
+newest = {"none": lambda: "", "16": lambda: "checkpoint-16"}
+with guard.Signals(newest.get(sys.argv[-1])) as signals:
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(float(sys.argv[1]))
     if len(sys.argv) > 2:
@@ -20,8 +23,13 @@ print("left", signals.requested)
 
 
 def ran(*words: str) -> tuple[int, list[str]]:
-    done = subprocess.run([sys.executable, "-c", RUN, *words], capture_output=True, text=True, timeout=120, check=False)
+    done = process(*words)
     return done.returncode, done.stdout.splitlines()
+
+
+def process(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", RUN, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_a_step_that_goes_on_after_a_signal_says_what_a_second_one_does() -> None:
@@ -39,3 +47,20 @@ def test_a_second_signal_ends_the_run_at_once() -> None:
     code, lines = ran("1.5", "again")
     assert code == 130
     assert len(lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("point", "next_step"),
+    [("16", "it resumes from checkpoint-16"), ("none", "it starts again, as there is no checkpoint yet")],
+)
+def test_a_second_signal_says_that_nothing_was_saved_and_what_the_same_command_does(point: str, next_step: str) -> None:
+    done = process("1.5", "again", point)
+    assert done.returncode == 130
+    assert done.stderr.splitlines() == [
+        "stopped by SIGINT without a save",
+        f"next: run the same command; {next_step}",
+    ]
+
+
+def test_where_a_launcher_says_how_a_run_ended_the_rank_says_nothing() -> None:
+    assert process("1.5", "again").stderr == ""

@@ -13,7 +13,7 @@ from erniekit.checkpoint.state import TrainState
 from erniekit.devices.cpu import make
 from erniekit.models.config import DecoderConfig, MoEShape
 from erniekit.train.guard import FiniteGuard
-from erniekit.train.metrics import LogHook, Usual
+from erniekit.train.metrics import LogHook, StepStatistics
 from erniekit.train.step import DeviceClock, Launched, StepResult
 from erniekit.train.trainer import Trainer
 from support.clock import Clock
@@ -58,7 +58,7 @@ def test_the_usual_speed_is_that_of_most_records_and_rows_are_those_of_all_steps
     for step, seconds in enumerate((9.0, 1.0, 1.0, 4.0, 1.0, 5.0), 1):  # a first step that compiles, others that wait
         now.sleep(seconds)
         hook.after_step(trainer, replace(result(step), finished_at=now.perf_counter()))  # type: ignore[arg-type]
-    assert hook.usual() == Usual(speed=10.0, pack=5.0, document=10.0, trained=0.5)
+    assert hook.usual() == StepStatistics(speed=10.0, pack=5.0, document=10.0, trained=0.5)
 
 
 def test_waiting_for_data_counts_where_the_device_had_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

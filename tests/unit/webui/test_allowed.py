@@ -39,5 +39,5 @@ def test_keys_that_count_processes_or_threads_have_a_bound() -> None:
     words = ("process", "thread", "worker", "_proc", "nproc")
     for k in KEYS.values():
         told = f"{k.name} {k.help}".lower()
-        if k.item == "int" and any(word in told for word in words) and "port" not in k.name and not k.later:
+        if k.item == "int" and any(word in told for word in words) and "port" not in k.name and not k.not_yet:
             assert limit_of(k.name) is not None or k.name in forms.NEVER, k.name

@@ -1,4 +1,4 @@
-"""transformers' own class for ERNIE-4.5-VL with PEFT's adapters on attention: a peer that sees. Listed in PEERS.
+"""transformers' own class for ERNIE-4.5-VL with PEFT's adapters on attention: a peer with pictures. Listed in PEERS.
 
 Documents of a row are kept apart by FlashAttention's sequence bounds where it is available, else by a mask.
 """

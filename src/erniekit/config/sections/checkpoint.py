@@ -72,8 +72,8 @@ class CheckpointSection:
     save_on_each_node: bool = key(False, "Save on every node's own disk; for nodes that share none.")
     disable_ckpt_quant: bool = key(False, "Store moments in full, regardless of ckpt_quant_stage.")
     ignore_data_skip: bool = key(
-        False, "Resume from the first sample of the data.", later="resuming elsewhere in the data"
+        False, "Resume from the first sample of the data.", not_yet="resuming elsewhere in the data"
     )
     skip_data_intervals: object | None = key(
-        None, "Global steps whose data is skipped.", later="resuming elsewhere in the data"
+        None, "Global steps whose data is skipped.", not_yet="resuming elsewhere in the data"
     )

@@ -123,12 +123,12 @@ class DataSection:
         fixed=True,
     )
     offline_dataset_path: str | None = key(
-        None, "Folder of packs made in advance.", later="packs made beforehand", path="one"
+        None, "Folder of packs made in advance.", not_yet="packs made beforehand", path="one"
     )
-    split_multi_turn: bool = key(False, "One example per assistant turn.", fixed=True, later="one example per turn")
-    encode_one_turn: bool = key(False, "Encode each turn on its own.", fixed=True, later="one example per turn")
+    split_multi_turn: bool = key(False, "One example per assistant turn.", fixed=True, not_yet="one example per turn")
+    encode_one_turn: bool = key(False, "Encode each turn on its own.", fixed=True, not_yet="one example per turn")
     use_template: bool = key(
-        True, "Render with the chat template; False trains raw text.", fixed=True, later="raw text"
+        True, "Render with the chat template; False trains raw text.", fixed=True, not_yet="raw text"
     )
     input_dir: str | None = key(
         None,

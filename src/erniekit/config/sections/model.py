@@ -9,6 +9,12 @@ from typing import Any
 from erniekit.config.field import key
 
 _DROPOUT = "dropout"
+# As kernels/selection.py has them, which needs torch.
+KERNEL_OPERATIONS = (
+    "attention", "packed attention", "frame attention", "paged attention", "feed-forward", "experts",
+    "experts of few tokens", "grouped products", "experts' products with updates", "fp8 products",
+    "experts' fp8 products", "head",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,7 @@ class ModelSection:
         "operation=implementation, for tests and measurements: force a kernel, e.g. experts=plain. `erniekit doctor` "
         "lists the operations, the chosen kernels and the reasons.",
         commas=True,
+        names=KERNEL_OPERATIONS,
     )
     compile: bool | None = key(
         None,
@@ -60,9 +67,9 @@ class ModelSection:
     use_global_causal_attn: bool = key(
         False, "Pre-training: attend across the documents of a row, as ERNIEKit does.", fixed=True
     )
-    hidden_dropout_prob: float = key(0.0, "Dropout on hidden states.", low=0, high=1, fixed=True, later=_DROPOUT)
-    attention_probs_dropout_prob: float = key(0.0, "Dropout on attention.", low=0, high=1, fixed=True, later=_DROPOUT)
-    dropout_warmup_steps: int = key(0, "Steps over which dropout rises from 0.", low=0, fixed=True, later=_DROPOUT)
+    hidden_dropout_prob: float = key(0.0, "Dropout on hidden states.", low=0, high=1, fixed=True, not_yet=_DROPOUT)
+    attention_probs_dropout_prob: float = key(0.0, "Dropout on attention.", low=0, high=1, fixed=True, not_yet=_DROPOUT)
+    dropout_warmup_steps: int = key(0, "Steps over which dropout rises from 0.", low=0, fixed=True, not_yet=_DROPOUT)
     num_nextn_predict_layers: int = key(
         0,
         "Number of multi-token prediction (MTP) layers to train; 0 = leave them unchanged.",
@@ -74,7 +81,7 @@ class ModelSection:
     )
     use_recompute_mtp: bool = key(False, "Recompute MTP layers in the backward pass, for less memory.")
     max_position_embeddings: int | None = key(
-        None, "Longest position; default: the model's own.", low=1, later="vision"
+        None, "Longest position; default: the model's own.", low=1, not_yet="vision"
     )
-    bos_token_id: int | None = key(None, "First token; default: the tokenizer's own.", later="vision")
-    eos_token_id: int | None = key(None, "Last token; default: the tokenizer's own.", later="vision")
+    bos_token_id: int | None = key(None, "First token; default: the tokenizer's own.", not_yet="vision")
+    eos_token_id: int | None = key(None, "Last token; default: the tokenizer's own.", not_yet="vision")

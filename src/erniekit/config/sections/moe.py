@@ -46,16 +46,16 @@ class MoeSection:
         low=0,
         fixed=True,
     )
-    moe_use_hard_gate: bool = key(False, "Route text and images to separate experts.", fixed=True, later="vision")
-    moe_group_experts: bool = key(False, "Choose experts within groups.", fixed=True, later="grouped experts")
+    moe_use_hard_gate: bool = key(False, "Route text and images to separate experts.", fixed=True, not_yet="vision")
+    moe_group_experts: bool = key(False, "Choose experts within groups.", fixed=True, not_yet="grouped experts")
     moe_gate_lr_ratio: float | None = key(
         None, "Learning rate of the router as a share of the others'.", low=0, fixed=True
     )
-    moe_dropout_prob: float = key(0.0, "Dropout inside experts.", low=0, high=1, fixed=True, later="dropout")
+    moe_dropout_prob: float = key(0.0, "Dropout inside experts.", low=0, high=1, fixed=True, not_yet="dropout")
     use_recompute_moe: bool = key(
         False, "Recompute experts in the backward pass; recompute: True with full granularity includes it."
     )
-    train_moe_only: int | None = key(None, "Train only the experts.", fixed=True, later="partial training")
+    train_moe_only: int | None = key(None, "Train only the experts.", fixed=True, not_yet="partial training")
     expert_max_capacity: int = key(
         2**32, "Maximum tokens per expert and micro-batch; further ones are dropped by that expert.", low=1, fixed=True
     )

@@ -1,6 +1,7 @@
 """How one run is spread over devices: the degrees, what is cut, and in which order a pipeline works.
 
-Read by config/world.py (the layout) and the recipes. Layouts change where numbers are stored, never their values.
+Read by parallel/world.py (the layout), config/world.py and the recipes. Layouts change where numbers are stored, never
+their values.
 """
 
 from __future__ import annotations

@@ -21,4 +21,4 @@ class PrecisionSection:
     )
     bf16: bool = key(False, "compute_type: bf16, in the script form; set from compute_type.")
     fp16: bool = key(False, "compute_type: fp16, in the script form; set from compute_type.")
-    scale_loss: float = key(32768.0, "First loss scale of fp16.", low=0, later="fp16")
+    scale_loss: float = key(32768.0, "First loss scale of fp16.", low=0, not_yet="fp16")

@@ -109,6 +109,6 @@ class TrainSection:
         "0: never.",
         low=0,
     )
-    train_emb_only: int = key(0, "Train only the embedding.", fixed=True, later="partial training")
-    adaptive_norm_clip: bool = key(False, "Clip by a running norm.", fixed=True, later="pre-training")
+    train_emb_only: int = key(0, "Train only the embedding.", fixed=True, not_yet="partial training")
+    adaptive_norm_clip: bool = key(False, "Clip by a running norm.", fixed=True, not_yet="pre-training")
     sft_benchmark: bool = key(False, "Train without evaluation or intermediate checkpoints; print tokens/s at the end.")

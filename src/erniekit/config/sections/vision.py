@@ -1,5 +1,5 @@
 """Images and video: what is read of them, how large, which parts are trained. Read by recipes/vision_data.py,
-vision_features.py and optimiser.py; keys marked `later` are of parts that this version does not have."""
+vision_features.py and optimiser.py; keys marked `not_yet` are of parts that this version does not have."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _VL = "vision"
 @dataclass(frozen=True)
 class VisionSection:
     vision_model_name_or_path: str | None = key(
-        None, "Vision part of the model, if in a separate folder.", later=_VL, path="one"
+        None, "Vision part of the model, if in a separate folder.", not_yet=_VL, path="one"
     )
     vision_config: Mapping[str, Any] | None = key(
-        None, "Values that replace those of the vision config.", fixed=True, later=_VL
+        None, "Values that replace those of the vision config.", fixed=True, not_yet=_VL
     )
     freeze_config: tuple[str, ...] = key(
         (),
@@ -28,7 +28,7 @@ class VisionSection:
     )
     vit_lr_ratio: float | None = key(None, "Layer-wise learning-rate decay of the vision tower.", low=0, fixed=True)
     visual_ld: float | None = key(None, "Old name of vit_lr_ratio.", low=0)
-    rope_3d: bool = key(True, "Positions in time, height and width.", fixed=True, later=_VL)
+    rope_3d: bool = key(True, "Positions in time, height and width.", fixed=True, not_yet=_VL)
     text_dataset_path: tuple[str, ...] = key(
         (), "Text files, trained on between steps with images.", commas=True, path="several"
     )
@@ -117,10 +117,10 @@ class VisionSection:
         "Keep one or two small rows of the data, with images, in each checkpoint, not in exports: export and eval "
         "use them to prove that pixels, ids and positions are made as in training.",
     )
-    spatial_conv_size: int = key(2, "Patches merged per side.", low=1, fixed=True, later=_VL)
-    token_balance_loss: bool = key(False, "Weight modalities by tokens.", fixed=True, later=_VL)
-    packing_size: int = key(1, "Rows per pack of the OCR stage.", low=1, fixed=True, later=_VL)
-    padding: bool = key(True, "Pad packs of the OCR stage.", fixed=True, later=_VL)
-    sft_replace_ids: bool = key(False, "Of the OCR stage.", later=_VL)
-    sft_image_normalize: bool = key(False, "Normalise pixels on the device, OCR stage.", later=_VL)
-    sft_image_rescale: bool = key(False, "Rescale pixels on the device, OCR stage.", later=_VL)
+    spatial_conv_size: int = key(2, "Patches merged per side.", low=1, fixed=True, not_yet=_VL)
+    token_balance_loss: bool = key(False, "Weight modalities by tokens.", fixed=True, not_yet=_VL)
+    packing_size: int = key(1, "Rows per pack of the OCR stage.", low=1, fixed=True, not_yet=_VL)
+    padding: bool = key(True, "Pad packs of the OCR stage.", fixed=True, not_yet=_VL)
+    sft_replace_ids: bool = key(False, "Of the OCR stage.", not_yet=_VL)
+    sft_image_normalize: bool = key(False, "Normalise pixels on the device, OCR stage.", not_yet=_VL)
+    sft_image_rescale: bool = key(False, "Rescale pixels on the device, OCR stage.", not_yet=_VL)

@@ -1,7 +1,7 @@
 """Dataset formats: their tables, which format a file has, and its rows as conversations, pairs or problems.
 
-Called by the token cache (`rows` in one process, `parse` and `parse_pair` in its workers), by doctor and by
-`erniekit data`.
+Called by token_cache.py and tokenise.py (`rows` in one process, `parse` and `parse_pair` in its workers), by the stages
+with rows of their own, and by `erniekit data`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from erniekit.data.formats.columns import Columns, only_mapped
 from erniekit.data.formats.detection import Detected, guessed
 from erniekit.data.formats.fields import BadRow, is_preference, refuse_media, require
 from erniekit.data.formats.files import MAX_ROW_BYTES, TOO_MANY_DIGITS, Raw, decode, rows
+from erniekit.data.formats.tables import is_table
 from erniekit.data.formats.undetected import undetected
 from erniekit.data.preference import Preference
 from erniekit.data.types import Conversation, RowProblem
@@ -36,6 +37,7 @@ __all__ = [
     "Raw",
     "check_columns",
     "detect",
+    "no_rows",
     "parse",
     "parse_pair",
     "parsed",
@@ -212,7 +214,7 @@ def detect(path: str | Path, vision: bool = False, columns: Columns = ()) -> Det
         elif first is None:
             first = row
     if not count:
-        raise DataError("dataset holds no rows", where=str(path), fix="one JSON object per line is expected")
+        raise no_rows(path)
     if not seen and foreign:
         raise DataError("dataset is not UTF-8 text", where=str(path), fix="save it as UTF-8, one JSON object per line")
     if not seen:
@@ -222,6 +224,12 @@ def detect(path: str | Path, vision: bool = False, columns: Columns = ()) -> Det
     alone = tools in seen and not seen.keys() - {tools, ("messages", False)}
     seeing = [kind for kind, _ in seen.most_common() if found[kind].vision]
     return found[seeing[0] if seeing else tools if alone else seen.most_common(1)[0][0]]
+
+
+def no_rows(path: str | Path) -> DataError:
+    if is_table(str(path)):
+        return DataError("the table has no rows below its header", where=str(path), fix="each line below is a row")
+    return DataError("dataset holds no rows", where=str(path), fix="one JSON object per line is expected")
 
 
 def check_columns(path: str | Path, columns: Columns) -> None:

@@ -18,11 +18,12 @@ from erniekit.errors import DataError
 from erniekit.log import warn_once
 from erniekit.printable import HIDDEN
 
-__all__ = ["DatasetFile", "HubDataset", "StoredFile", "as_place", "is_remote", "listed_files", "located"]
+__all__ = ["DatasetFile", "HubDataset", "LocalFile", "StoredFile", "as_place", "is_remote", "listed_files", "located"]
 
 ROWS, TEXT = (".jsonl", ".json", ".csv", ".tsv", ".parquet"), (".txt",)
 # Written next to rows by other programs; they hold none.
 _METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+_BLANK_BELOW = 1 << 20  # bytes; a larger file is taken to hold something
 _SHOWN = 4  # files of a folder that are not read
 
 
@@ -73,18 +74,18 @@ def _files_of(entry: str | Path, text: bool) -> Sequence[str | Path]:
         return _of_folder(place, text)
     if not place.exists() and glob.has_magic(str(place)):
         matched = sorted(Path(name) for name in glob.glob(str(place), recursive=True))
-        if not (files := [path for path in matched if path.is_file()]):
+        if not (files := [path for path in matched if not path.is_dir()]):
             raise DataError("no file matches this pattern", where=str(place), fix="check the folder and the pattern")
         return files
     return [place]
 
 
 def _of_folder(folder: Path, text: bool) -> list[Path]:
-    below = sorted(path for path in folder.rglob("*") if path.is_file())
+    below = sorted(path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     below = [path for path in below if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
-    found = [path for path in below if holds_data(path.name, text) and path.stat().st_size]
-    left = set(below) - set(found)
-    rest = [f"{path.relative_to(folder)}{'' if path.stat().st_size else ' (empty)'}" for path in sorted(left)]
+    found = [path for path in below if _is_data(path, text)]
+    left = sorted(set(below) - set(found))
+    rest = [f"{path.relative_to(folder)}{_why_left(path)}" for path in left]
     if not found:
         kinds = " ".join((*ROWS, *TEXT) if text else ROWS)
         fix = f"files of datasets end in {kinds}, or in one of these and .gz"
@@ -97,6 +98,28 @@ def _of_folder(folder: Path, text: bool) -> list[Path]:
         more = f" and {len(rest) - _SHOWN:,} more" if len(rest) > _SHOWN else ""
         warn_once(f"{folder}: not read: {', '.join(rest[:_SHOWN])}{more}")
     return found
+
+
+def _is_data(path: Path, text: bool) -> bool:
+    """What is no file is data too, by its suffix: its reader says so, and no data is missing without a word."""
+    if not path.exists() and not path.suffix:  # a link to nowhere: it may have been one to a folder of data
+        return True
+    return holds_data(path.name, text) and not path.is_dir() and not _is_blank(path)
+
+
+def _why_left(path: Path) -> str:
+    return " (a link to a folder)" if path.is_dir() else " (empty)" if _is_blank(path) else ""
+
+
+def _is_blank(path: Path) -> bool:
+    """Whether a file holds nothing but white space."""
+    if not path.is_file() or path.stat().st_size > _BLANK_BELOW:
+        return False
+    try:
+        with path.open("rb") as file:
+            return not any(block.strip() for block in iter(lambda: file.read(1 << 14), b""))
+    except OSError:
+        return False  # its reader says so
 
 
 def holds_data(name: str, text: bool) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ _OPTIONS = ("split", "config", "revision")
 def is_hub_id(word: str) -> bool:
     """OWNER/NAME, with nothing of that name here; files have a suffix."""
     name = word.partition("?")[0]
-    return bool(_ID.fullmatch(word)) and not Path(name).suffix and not Path(name).expanduser().exists()
+    return bool(_ID.fullmatch(word)) and not Path(name).suffix and not os.path.lexists(Path(name).expanduser())
 
 
 class HubDataset:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,19 @@ class LocalFile(StoredFile):
     def __str__(self) -> str:
         return str(self.path)
 
-    def open(self) -> io.BufferedReader:
+    def refuse_other(self) -> None:
+        """Raises DataError for what is no file: a pipe, a device, a folder, a link to nowhere."""
         refuse_special(self.path, DataError)
-        if not self.path.is_file():
-            what = "is a folder, not a file" if self.path.is_dir() else "does not exist"
-            raise DataError(f"dataset {what}", where=str(self.path), fix=_FIX)
+        if self.path.is_file():
+            return
+        if self.path.is_symlink() and not self.path.exists():
+            what, fix = f"is a link to {os.readlink(self.path)}, which does not exist", "repair or remove the link"
+        else:
+            what, fix = "is a folder, not a file" if self.path.is_dir() else "does not exist", _FIX
+        raise DataError(f"dataset {what}", where=str(self.path), fix=fix)
+
+    def open(self) -> io.BufferedReader:
+        self.refuse_other()
         try:
             return io.BufferedReader(io.FileIO(self.path), _BUFFER)
         except OSError as error:

@@ -28,7 +28,7 @@ from erniekit.data.media.limits import MediaError, MediaLimits
 from erniekit.data.media.place import MediaPlace
 from erniekit.data.media.worker import MediaPool
 from erniekit.data.processes import started
-from erniekit.data.report import FAULT, DataReport
+from erniekit.data.report import FAULT, BadRowsFile, DataReport
 from erniekit.data.thinking import Thinking
 from erniekit.data.token_cache import TokenSource, preference_rows, tokenised
 from erniekit.data.tokenise import Rows, TokeniseJob
@@ -274,7 +274,7 @@ def open_vision_source(
     cache_dir: str | Path | None = None,
     num_proc: int | None = None,
     max_bad_fraction: float = 0.001,
-    bad_rows_path: str | Path | None = None,
+    bad_rows_path: str | Path | BadRowsFile | None = None,
     append_bad_rows: bool = False,
 ) -> VisionSource:
     """As token_cache.open_source, for rows with pictures. The cache's key holds every field of `rules` that can change

@@ -1,4 +1,4 @@
-"""A request's messages -> prompt and pixels, by the code that makes training samples. For servers and chat."""
+"""A request's messages -> prompt and pixels, by the code that makes training samples. For the demo."""
 
 from __future__ import annotations
 

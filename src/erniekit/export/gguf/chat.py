@@ -1,4 +1,4 @@
-"""How to talk to a GGUF model: the chat template for llama.cpp, and an Ollama Modelfile. Called by run.py.
+"""How a GGUF model is prompted: the chat template for llama.cpp, and an Ollama Modelfile. Called by run.py.
 
 Ollama runs Go templates, not Jinja. Ours is found by rendering: what the template puts around a message of each role.
 It is written only if it gives the Jinja template's own text for every conversation tried.
@@ -19,7 +19,6 @@ from erniekit.data.tokenizer import Tokenizer
 MODELFILE = "Modelfile"
 # llama.cpp hands a template these two, read from the ids of the file.
 _GIVEN = ("bos_token", "eos_token")
-_ROLES = ("system", "user", "assistant")
 _MARKER = "⟦{}⟧"  # placeholder of a message: nothing a template looks for
 
 

@@ -55,13 +55,13 @@ def prove_gguf(source: ModelFolder, adapter: Adapter | None, written: GgufWeight
     got = _logits(written.model(), ids, experts)
     difference = largest(got - want)
     allowed = FP32_RELATIVE * max(10.0, largest(want)) if exact else torch.finfo(torch.float32).max
-    require(difference, allowed, "the file does not answer as its source", source)
+    require(difference, allowed, "the file does not answer as its source", source, adapter)
     first, second = want.log_softmax(-1), got.log_softmax(-1)
     kl = max(0.0, float((first.exp() * (first - second)).sum(-1).mean()))
     if probe is None or probe.rows is None:
         return GgufProof(kl, difference, ids.numel())
     saved, saved_allowed = largest(want[-KEPT_ROWS:] - probe.rows), probe_tolerance(probe, source.dtype())
-    require(saved, saved_allowed, "the weights do not answer as the checkpoint did when saved", source)
+    require(saved, saved_allowed, "the weights do not answer as the checkpoint did when saved", source, adapter)
     return GgufProof(kl, difference, ids.numel(), saved, saved_allowed)
 
 

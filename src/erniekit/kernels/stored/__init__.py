@@ -12,9 +12,9 @@ import torch
 
 from erniekit.kernels.stored.base import Agree, Stored, WeightKind
 from erniekit.kernels.stored.plain import Plain
-from erniekit.weight_kinds import PLAIN, WEIGHT_KINDS
+from erniekit.weight_kinds import PLAIN, WEIGHT_KINDS, kinds_of, with_products
 
-_WIDTH = 4096  # a multiple of every kind's group
+_WIDTH = 4096  # columns that a weight's bits are measured with, and up to twice as many: a multiple of any group
 _LOADED: dict[str, WeightKind] = {PLAIN: Plain()}
 
 
@@ -29,6 +29,12 @@ def kind_named(name: str) -> WeightKind:
     return _LOADED[name]
 
 
+def multiplied_in_fp8(base: str, products: str, role: str) -> bool:
+    """Whether frozen weights of a role are, by the keys frozen_base and frozen_products."""
+    held, *_ = with_products(kinds_of(base).get(role, PLAIN), products)
+    return kind_named(held).rows_in_fp8
+
+
 def add_kind(kind: WeightKind) -> str:
     """A kind that has settings is made where they are; its name, by which weights refer to it, contains them all."""
     return _LOADED.setdefault(kind.name, kind).name
@@ -38,8 +44,12 @@ def add_kind(kind: WeightKind) -> str:
 def bits_of(name: str) -> float:
     """Bits of a weight of a kind, scales of groups included, those of rows not: two rows of different lengths are
     packed and compared."""
-    short, long = (_bytes_of_row(kind_named(name), width) for width in (_WIDTH, 2 * _WIDTH))
-    return 8 * (long - short) / _WIDTH
+    kind = kind_named(name)
+    # Square: what a kind asks of the number of rows is met as well.
+    width = next((w for w in range(_WIDTH, 2 * _WIDTH) if kind.fits(w, w) and kind.fits(2 * w, 2 * w)), None)
+    if width is None:
+        return 16.0  # weights that a kind does not fit stay as they are
+    return 8 * (_bytes_of_row(kind, 2 * width) - _bytes_of_row(kind, width)) / width
 
 
 def _bytes_of_row(kind: WeightKind, width: int) -> int:
@@ -47,4 +57,6 @@ def _bytes_of_row(kind: WeightKind, width: int) -> int:
     return sum(t.nbytes for t in packed[:3] if t is not None)
 
 
-__all__ = ["PLAIN", "Agree", "Stored", "WeightKind", "add_kind", "bits_of", "kind_named", "kind_of"]
+__all__ = [
+    "PLAIN", "Agree", "Stored", "WeightKind", "add_kind", "bits_of", "kind_named", "kind_of", "multiplied_in_fp8",
+]  # fmt: skip

@@ -44,17 +44,16 @@ def op_fields(name: str) -> list[tuple[str, str]]:
     return [(name, "Tensor"), *((f"{name}_{slot}", "Tensor?") for slot in SLOTS[1:]), (f"{name}_kind", "str")]
 
 
-def arguments(name: str) -> str:
-    """The same, as a schema writes it."""
-    return ", ".join(f"{kind} {each}" for each, kind in op_fields(name))
-
-
 class WeightKind:
     """Stateless: one object serves all weights of its kind."""
 
     name = ""
     rows_in_fp8 = False  # its products take rows in fp8: see stored/fp8.py
     exact_in_fp8 = False  # its image in fp8 times its scales is the unpacked weight, bit for bit
+    as_it_lies = False  # forward multiplies by its own bytes: nothing is unpacked into scratch memory first
+    # Of kernels/selection.py: which choices its products come from, of a linear and of experts.
+    operations: tuple[str, ...] = ()
+    expert_operations: tuple[str, ...] = ("grouped products", "experts' products with updates")
 
     def why_not(self, device: torch.device, experts: bool) -> str | None:
         """Why a device cannot multiply by it; None: it can. experts: grouped products are needed too."""

@@ -31,6 +31,8 @@ class MultipliedInFp8(WeightKind):
     """A kind defines its image in fp8, and the scales of its rows."""
 
     rows_in_fp8 = True
+    operations = ("fp8 products",)
+    expert_operations = ("experts' fp8 products", "experts' products with updates")
 
     def image(self, weight: Stored) -> torch.Tensor:
         """fp8 [.., out, in], in scratch memory or the weight's own."""
@@ -100,6 +102,7 @@ def _small(rows: Rows) -> Scaled:
 class Fp8(MultipliedInFp8):
     name = "fp8"
     exact_in_fp8 = True
+    as_it_lies = True
 
     def pack(self, weight: torch.Tensor, agree: Agree | None = None) -> Stored:
         if agree is None:

@@ -36,6 +36,9 @@ class StaticFormat:
 
 
 class Fp8Static(WeightKind):
+    operations = ("fp8 products",)
+    expert_operations = ("experts' fp8 products", "grouped products")  # of gradients, multiplied out
+
     def __init__(self, form: StaticFormat | None = None) -> None:
         self.form = form or StaticFormat()
         self.name = self.form.name

@@ -2,6 +2,10 @@
 
 A few large numbers cost a group little if they are cut and the others are kept finer. A group is smaller than any cut
 between columns of ERNIE's weights, so that each rank packs its own as the whole would be packed.
+
+Packing what was unpacked finds the same numbers again. The largest of a group is then 7 or, negative, 8 times its
+scale: both shares are tried. Scales are sevenths of bf16 numbers, which rounding 7 times a scale to bf16 leaves
+recognisable. The error is that of the numbers as the weight's dtype has them: it is 0 for the group's own scale.
 """
 
 from __future__ import annotations
@@ -15,7 +19,8 @@ from erniekit.kernels.stored.base import Agree, Stored, WeightKind
 
 GROUP = 64
 LOW, HIGH = -8, 7
-KEPT = tuple(1 - step / 20 for step in range(11))  # shares of the largest number that are tried as the highest integer
+# Shares of the largest number that are tried as the highest integer.
+KEPT = (*(1 - step / 20 for step in range(11)), HIGH / -LOW)
 CHUNK = 1024  # rows at a time, each tried with every share
 
 
@@ -31,7 +36,7 @@ class Int4Group(WeightKind):
         scale = torch.empty(rows, width // GROUP, dtype=torch.bfloat16, device=weight.device)
         for few, out, by in zip(weight.split(CHUNK), data.split(CHUNK), scale.split(CHUNK), strict=True):
             groups = few.float().unflatten(-1, (-1, GROUP))
-            best = least_error(groups)
+            best = least_error(groups, weight.dtype)
             by.copy_(best.squeeze(-1))
             out.copy_(pack_signed(integers.rounded(groups, best, LOW, HIGH).flatten(-2)))
         return Stored(data, scale, kind=self.name)
@@ -49,14 +54,16 @@ class Int4Group(WeightKind):
         return weight.data.shape[-2], 2 * weight.data.shape[-1]
 
 
-def least_error(groups: torch.Tensor) -> torch.Tensor:
-    """groups fp32 [.., GROUP] -> bf16 scales [.., 1]: the best of the shares tried, the largest where several are."""
+def least_error(groups: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """groups fp32 [.., GROUP], of a weight of dtype -> bf16 scales [.., 1]: the best of the shares tried, the first
+    where several are."""
     most = integers.largest(groups)
     best = integers.scale_of(most, HIGH)
     least = torch.full_like(most, torch.inf)
     for kept in KEPT:
-        scale = integers.scale_of(most * kept, HIGH)
-        error = (integers.rounded(groups, scale, LOW, HIGH) * scale - groups).square_().sum(-1, keepdim=True)
+        scale = integers.scale_of((most * kept).bfloat16().float(), HIGH)
+        kept_as = (integers.rounded(groups, scale, LOW, HIGH) * scale).to(dtype)
+        error = (kept_as - groups).square_().sum(-1, keepdim=True)
         better = error < least
         best, least = torch.where(better, scale, best), torch.where(better, error, least)
     return best

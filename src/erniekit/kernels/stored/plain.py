@@ -13,6 +13,7 @@ from erniekit.weight_kinds import PLAIN
 
 class Plain(WeightKind):
     name = PLAIN
+    as_it_lies = True
 
     def pack(self, weight: torch.Tensor, agree: Agree | None = None) -> Stored:
         return Stored(weight)

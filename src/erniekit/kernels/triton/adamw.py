@@ -37,9 +37,9 @@ def _updated(g, p, m, v, lr_decay, step_size, root, rest1, beta2, rest2, eps):
 
 
 @triton.jit
-def _kept(value, salt, MOMENT: tl.constexpr, FAIR: tl.constexpr):
-    """A moment as it is stored: kernels/adamw.fair16, or to the nearest."""
-    if FAIR and tl.float32 != MOMENT:
+def _kept(value, salt, MOMENT: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """A moment as it is stored: kernels/adamw.stochastic_bf16, or to the nearest."""
+    if STOCHASTIC and tl.float32 != MOMENT:
         bits = value.to(tl.uint32, bitcast=True)
         h = bits ^ salt
         h = (h ^ (h >> _SHIFT_A)) * _FACTOR_A
@@ -53,7 +53,7 @@ def _kept(value, salt, MOMENT: tl.constexpr, FAIR: tl.constexpr):
 def update(
     tensors, grads, chunks, scale, good,
     lr, lr_decay, rest1, log_beta1, beta2, rest2, log_beta2, eps,
-    GRAD: tl.constexpr, MOMENT: tl.constexpr, WEIGHT: tl.constexpr, ALIGNED: tl.constexpr, FAIR: tl.constexpr,
+    GRAD: tl.constexpr, MOMENT: tl.constexpr, WEIGHT: tl.constexpr, ALIGNED: tl.constexpr, STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """scale: what gradients are multiplied by; good: 0 leaves everything as it is; both on the device. rest: 1 - beta.
@@ -83,8 +83,8 @@ def update(
                 m, v = tl.load(m_at).to(tl.float32), tl.load(v_at).to(tl.float32)
                 p, m, v = _updated(g, p, m, v, lr_decay, size, root, rest1, beta2, rest2, eps)
                 tl.store(p_at, p)
-                tl.store(m_at, _kept(m, salt, MOMENT, FAIR))
-                tl.store(v_at, _kept(v, salt + _OTHER, MOMENT, FAIR))
+                tl.store(m_at, _kept(m, salt, MOMENT, STOCHASTIC))
+                tl.store(v_at, _kept(v, salt + _OTHER, MOMENT, STOCHASTIC))
                 if tl.float32 != WEIGHT:
                     tl.store(w_at, p.to(WEIGHT))
             elif first < length:
@@ -95,8 +95,8 @@ def update(
                 v = tl.load(v_at, own, other=0.0).to(tl.float32)
                 p, m, v = _updated(g, p, m, v, lr_decay, size, root, rest1, beta2, rest2, eps)
                 tl.store(p_at, p, own)
-                tl.store(m_at, _kept(m, salt, MOMENT, FAIR), own)
-                tl.store(v_at, _kept(v, salt + _OTHER, MOMENT, FAIR), own)
+                tl.store(m_at, _kept(m, salt, MOMENT, STOCHASTIC), own)
+                tl.store(v_at, _kept(v, salt + _OTHER, MOMENT, STOCHASTIC), own)
                 if tl.float32 != WEIGHT:
                     tl.store(w_at, p.to(WEIGHT), own)
 
@@ -125,8 +125,8 @@ def squares(
 
 
 @triton.jit
-def judge(sums, last, sound, limit, out, COUNT: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr):
-    """out [3]: what kernels/adamw.py's Judged has, from the squares' sums. OWN: `last` is not read. One program:
+def check_update(sums, last, sound, limit, out, COUNT: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr):
+    """out [3]: what kernels/adamw.py's UpdateCheck has, from the squares' sums. OWN: `last` is not read. One program:
     these are a dozen operations on single numbers, each a launch of its own otherwise."""
     total = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, COUNT, BLOCK):

@@ -29,7 +29,6 @@ class Shape(NamedTuple):
 
 PRODUCT = Shape(128, 256, 128, 8, 4)  # in fp8
 PRODUCT_16 = Shape(128, 256, 64, 8, 4)  # in bf16
-MOST_LOW = 64  # ranks of an update whose factors fit next to the tiles of a product
 
 
 @triton.jit
@@ -128,5 +127,5 @@ def _launched(
 
 
 def takes(tails: list[Tail], scale: float, dtype: torch.dtype) -> bool:
-    """Whether these updates can be added in a product's pass."""
-    return len(tails) <= 2 and scale != 0 and all(z.dtype == dtype and z.shape[1] <= MOST_LOW for z, _ in tails)
+    """Whether these updates, whose ranks selection.py has seen, can be added in a product's pass."""
+    return len(tails) <= 2 and scale != 0 and all(z.dtype == dtype for z, _ in tails)

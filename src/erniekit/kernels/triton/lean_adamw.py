@@ -146,7 +146,7 @@ def update(
     tensors, grads, chunks, scale, good,
     lr, lr_decay, rest1, log_beta1, beta2, rest2, log_beta2, eps,
     GRAD: tl.constexpr, MOMENT: tl.constexpr, WEIGHT: tl.constexpr, MODE: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK: tl.constexpr, FAIR: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    BLOCK: tl.constexpr, STOCHASTIC: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """MODE: how the weight is stored; WEIGHT: the type of the 16-bit weights, fp32 where the master is the weight.
     EVEN: blocks fill rows and all lies on 16 bytes. The rest as in triton/adamw.py."""
@@ -221,8 +221,8 @@ def update(
             else:
                 m, v = m.to(tl.float32), v.to(tl.float32)
                 p, m, v = _updated(g, p, m, v, lr_decay, size, root, rest1, beta2, rest2, eps)
-                tl.store(m_at, _kept(m, value_salt, MOMENT, FAIR), own)
-                tl.store(v_at, _kept(v, value_salt + _OTHER, MOMENT, FAIR), own)
+                tl.store(m_at, _kept(m, value_salt, MOMENT, STOCHASTIC), own)
+                tl.store(v_at, _kept(v, value_salt + _OTHER, MOMENT, STOCHASTIC), own)
             if MODE == MASTER:
                 tl.store(p_at, p, own)
                 if tl.float32 != WEIGHT:

@@ -17,7 +17,6 @@ PROGRAMS = 256  # that keep a card busy: two of each of its 132 processors
 MOST_SPLITS = 16
 LEAST_SPLIT = 128  # places that are worth a program of their own
 _LOWEST = tl.constexpr(-1.0e30)  # finite: a program without places subtracts no infinities
-_LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit

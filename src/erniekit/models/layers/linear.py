@@ -5,7 +5,7 @@ Used by every block; LoRA, the weight-name tables and parallel/ read `parts`, `w
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from erniekit.errors import ConfigError
 from erniekit.kernels.linear import linear
 from erniekit.kernels.stored import PLAIN, Agree, Stored, kind_named
 from erniekit.kernels.stored.base import SLOTS
+from erniekit.model_contract import packed_layers
 
 
 class HoldsWeight(nn.Module):
@@ -32,6 +33,11 @@ class HoldsWeight(nn.Module):
         if not torch.compiler.is_compiling() and data.numel() and not data.untyped_storage().nbytes():
             raise RuntimeError("packed weights that ranks share are here only while their layer computes")
         return Stored(data, scale, extra, self.kind)
+
+    @property
+    def multiplied_as(self) -> str:
+        """The kind that its products are of."""
+        return self.kind if self.rounding is None else str(self.rounding.kind)
 
     def observe(self, x: torch.Tensor) -> None:
         """Called with what is multiplied by the weight, before it is."""
@@ -80,11 +86,6 @@ class HoldsWeight(nn.Module):
             self.register_buffer(f"packed_{slot}", getattr(packed, slot), persistent=False)
 
 
-def packed_layers(model: nn.Module) -> dict[str, HoldsWeight]:
-    """The layers whose weight is kept as another kind than plain, by name."""
-    return {n: m for n, m in model.named_modules() if isinstance(m, HoldsWeight) and m.packed_shape is not None}
-
-
 def share_packed(source: nn.Module, target: nn.Module) -> None:
     """The packed weights of one model in another of the same shape, which is plain and has no memory yet."""
     for name, holder in packed_layers(source).items():
@@ -116,6 +117,16 @@ class FusedLinear(Linear):
     def __init__(self, in_features: int, parts: tuple[tuple[str, int], ...], bias: bool) -> None:
         super().__init__(in_features, sum(rows for _, rows in parts), bias=bias)
         self.parts = parts
+
+
+if TYPE_CHECKING:  # the contract, checked where it is kept
+    from erniekit.model_contract import BiasAdder, WeightHolder
+
+    def _holder(layer: HoldsWeight) -> WeightHolder:
+        return layer
+
+    def _adder(linear: Linear) -> BiasAdder:
+        return linear
 
 
 def is_watched(module: nn.Module) -> bool:

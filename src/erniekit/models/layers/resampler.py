@@ -1,6 +1,6 @@
 """From the tower's features to vision tokens: 2 x 2 patches become one, then two frames of a video. Single device.
 
-Called by models/layers/seeing.py. P patches, S = 4 W the width of merged patches, V vision tokens, H hidden.
+Called by models/layers/vision_language.py. P patches, S = 4 W the width of merged patches, V vision tokens, H hidden.
 """
 
 from __future__ import annotations

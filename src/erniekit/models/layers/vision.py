@@ -1,6 +1,7 @@
 """The vision tower: patches of pictures and video frames to features, attention inside a frame. Single device.
 
-Called by models/layers/seeing.py. P patches of all frames end to end, W the tower's width, N heads, D head_dim.
+Called by models/layers/vision_language.py. P patches of all frames end to end, W the tower's width, N heads, D
+head_dim.
 """
 
 from __future__ import annotations

@@ -142,19 +142,31 @@ Trees = Sequence[Mapping[str, LoRALayer]]
 
 def without_adapters(models: Mapping[str, nn.Module]) -> list[str]:
     """Names of those that are the base itself."""
-    return [n for n, model in models.items() if not any(isinstance(m, LoRALayer) for m in model.modules())]
+    return [name for name, model in models.items() if not _adapted(model)]
 
 
-def joined(models: Mapping[str, nn.Module], rows: AdapterRows) -> nn.Module | None:
-    """One tree for all of them, on the same tensors; None: they cannot be in one batch."""
-    if len(models) < 2:
-        return None
-    trees: Trees = [{n: m for n, m in model.named_modules() if isinstance(m, LoRALayer)} for model in models.values()]
-    base = next((model for model, tree in zip(models.values(), trees) if not tree), None)
-    found = [each for tree in trees for each in tree.items()]
-    if base is None or not all(_joinable(base, name, layer, len(trees)) for name, layer in found):
-        return None
-    made = same_tensors(base)
+def _adapted(model: nn.Module) -> dict[str, LoRALayer]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoRALayer)}
+
+
+def batchable(models: Mapping[str, nn.Module]) -> list[str]:
+    """Names of those that can be in one batch: the base, and adapters whose layers all can. None: there is no base, or
+    nothing to batch it with."""
+    base = next(iter(without_adapters(models)), None)
+    if base is None:
+        return []
+    names = [
+        name
+        for name, model in models.items()
+        if all(_joinable(models[base], place, layer, len(models)) for place, layer in _adapted(model).items())
+    ]
+    return names if len(names) > 1 else []
+
+
+def joined(models: Mapping[str, nn.Module], rows: AdapterRows) -> nn.Module:
+    """One tree for all of these, which are `batchable`, on the same tensors."""
+    trees: Trees = [_adapted(model) for model in models.values()]
+    made = same_tensors(models[without_adapters(models)[0]])
     of_experts: dict[str, None] = {}
     for name in sorted({name for tree in trees for name in tree}):
         adapters = [tree.get(name) for tree in trees]

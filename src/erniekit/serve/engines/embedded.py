@@ -37,7 +37,7 @@ from erniekit.serve.engines.launched import LaunchedStep
 from erniekit.serve.engines.model_changes import ComingModel, ModelChanges, ModelRefused
 from erniekit.serve.engines.open_streams import OpenStreams
 from erniekit.serve.engines.out_of_memory import reason
-from erniekit.serve.engines.outcome import take_states, take_tokens
+from erniekit.serve.engines.outcome import begins_again, take_states, take_tokens
 from erniekit.serve.engines.paged import PagedCache, SequencePiece
 from erniekit.serve.engines.plain_step import PlainSteps, remove_expert_capacity
 from erniekit.serve.engines.recorded import RecordedSteps, is_plain
@@ -366,8 +366,9 @@ class EmbeddedEngine(SequenceScheduler):
                 continue
             sampled = next(tokens)
             self._count_proposals(piece.stop - known, len(sampled) - 1)
-            run.cached += len(sampled) - 1
-            events += self._take(run, sampled)
+            if not begins_again(run, piece, sampled):
+                run.cached += len(sampled) - 1
+                events += self._take(run, sampled)
         return events
 
     def _count_proposals(self, proposed: int, held: int) -> None:
@@ -390,9 +391,10 @@ class EmbeddedEngine(SequenceScheduler):
         return events
 
     def _take(self, run: RunningSequence, tokens: Sequence[Token | None]) -> list[SequenceEvent]:
-        if len(run.ids) == len(run.job.prompt):
-            self._keep(run)
+        begins = len(run.ids) == len(run.job.prompt)
         events = take_tokens(run, tokens, self.limits.length)
+        if begins:
+            self._keep(run)
         if self.limits.exact and run.job.sampling.logprobs is not None and run.job.vision is None:
             return hold_back(self.models[run.job.model], run, events, tokens)
         return events

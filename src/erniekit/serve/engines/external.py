@@ -64,6 +64,7 @@ def serve_external(cfg: RunConfig, name: str, key: str | None) -> int:
 
 
 def make_target(cfg: RunConfig, program: EngineProgram, key: str | None) -> Target:
+    from erniekit.checkpoint.published import check_published
     from erniekit.lora.adapter_files import read_adapter
     from erniekit.lora.base import check_files
     from erniekit.lora.peft_files import CONFIG as PEFT_CONFIG
@@ -71,6 +72,8 @@ def make_target(cfg: RunConfig, program: EngineProgram, key: str | None) -> Targ
 
     entries = find_models(cfg)
     weights = entries[0].found.weights
+    if not weights.compared:  # no probe is run here: the engine loads them
+        check_published(weights.path, weights.verify)
     named = adapter_folders(entries)
     if named and not program.adapters:
         raise ConfigError(
@@ -92,7 +95,7 @@ def make_target(cfg: RunConfig, program: EngineProgram, key: str | None) -> Targ
     for path in named.values():  # the engine loads them: only the files can be looked at here
         check_files(path, weights.path, cfg.lora.override_base)
     meta = weights.meta()
-    adapters = {path: read_adapter(path, meta) for path in named.values()}
+    adapters = {path: read_adapter(path, meta, weights.verify) for path in named.values()}
     if (dora := next((path for path, adapter in adapters.items() if adapter.dora), None)) is not None:
         raise ConfigError(
             f"{program.name} does not serve DoRA adapters",
@@ -125,7 +128,7 @@ def make_target(cfg: RunConfig, program: EngineProgram, key: str | None) -> Targ
 def _dtype(cfg: RunConfig) -> str | None:
     """wint8 and similar formats are how a run was trained; `quantization` sets how weights are served."""
     kind = cfg.precision.compute_type
-    return kind if cfg.given("compute_type") and kind in DTYPES else None
+    return kind if cfg.compute_type_given and kind in DTYPES else None
 
 
 class EngineProcess:

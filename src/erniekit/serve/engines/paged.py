@@ -163,7 +163,7 @@ class Step:
     modality: torch.Tensor | None  # uint8 [1, T], where some tokens are not text
     write: torch.Tensor  # [T]: the slot of each token
     rows: int  # R
-    read: torch.Tensor  # [R * M]: slots of each decoding row, rubbish behind its end
+    read: torch.Tensor  # [R * M]: slots of each decoding row; behind its end the first one again
     seen: torch.Tensor  # bool [R, 1, 1, M]: False behind the end
     chunks: tuple[tuple[int, int, torch.Tensor], ...]  # (first token, one past the last, slots of all so far)
     last: torch.Tensor  # [pieces]: the last token of each
@@ -183,6 +183,8 @@ class Step:
         read = (tables.view(rows, deepest, 1) * size + offsets).view(rows, deepest * size)[:, :longest]
         lengths = torch.tensor([p.stop for p in pieces[:rows]], dtype=torch.long)
         seen = torch.arange(longest) < lengths[:, None]
+        # Not other slots: a NaN that another sequence left there would reach the result in spite of the mask.
+        read = torch.where(seen, read, read[:, :1])
         chunks, at, last = [], 0, []
         for piece in pieces:
             end = at + piece.stop - piece.start

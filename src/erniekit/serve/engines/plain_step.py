@@ -109,7 +109,7 @@ class PlainSteps:
             at += piece.stop - piece.start
         if not features:
             return x_1TH
-        result: torch.Tensor = model.places(x_1TH, torch.cat(features), torch.cat(places).to(self.device))  # type: ignore[operator]
+        result: torch.Tensor = model.insert(x_1TH, torch.cat(features), torch.cat(places).to(self.device))  # type: ignore[operator]
         return result
 
 

@@ -23,7 +23,7 @@ from erniekit.devices.base import Device
 from erniekit.kernels import few_tokens
 from erniekit.kernels.paged_attention import PagedTokens, Tiles
 from erniekit.log import warn
-from erniekit.serve.engines.adapter_batch import AdapterRows, joined, without_adapters
+from erniekit.serve.engines.adapter_batch import AdapterRows, batchable, joined, without_adapters
 from erniekit.serve.engines.base import Token
 from erniekit.serve.engines.flat_layers import angles, logits_of, run_flat
 from erniekit.serve.engines.launched import Fetched, LaunchedStep
@@ -37,7 +37,7 @@ from erniekit.serve.engines.step_state import PLACE, TURN, Sent, StepState
 
 TILE = 64  # tokens of a prompt that one program of the attention kernel takes
 SHORT_TILE = 16  # where there are fewer
-TOGETHER = ""  # the name of all models where they are in one batch
+TOGETHER = ""  # the name of all models that are in one batch
 FETCHED = 8  # copies of results that can be on their way, for each model
 Work = tuple[Callable[[], None], list[torch.Tensor]]  # what launches or replays it, and the logits it leaves
 
@@ -76,12 +76,14 @@ class RecordedSteps:
         proposals: int = 0,
         memory_key: str = "gpu_memory_utilization",
     ) -> None:
-        self.numbers = {name: number for number, name in enumerate(models)}
-        self.adapters = AdapterRows()
-        together = joined(models, self.adapters)
-        self.models: dict[str, Any] = dict(models) if together is None else {TOGETHER: together}
+        batched = {name: models[name] for name in batchable(models)}
+        # Of models that are not in the batch no step asks for it.
+        self.numbers = dict.fromkeys(models, 0) | {name: number for number, name in enumerate(batched)}
+        self.adapters, self.batched = AdapterRows(), frozenset(batched)
+        self.models: dict[str, Any] = {TOGETHER: joined(batched, self.adapters)} if batched else {}
+        self.models |= {name: model for name, model in models.items() if name not in batched}
         self.bases = frozenset(without_adapters(models))
-        base = None if together is None else next(name for name in models if name in self.bases)
+        base = next(name for name in batched if name in self.bases) if batched else None
         self.base: str | None = base  # what steps without adapters are recorded of; None: no others are
         self.trees = self.models if base is None else {**self.models, base: models[base]}
         self.cache, self.device, self.burst, self.memory_key = cache, device, burst, memory_key
@@ -112,7 +114,7 @@ class RecordedSteps:
 
     def tree_of(self, model: str) -> str:
         """What `launch` calls it by; models of one name are launched together."""
-        return TOGETHER if TOGETHER in self.models else model
+        return TOGETHER if model in self.batched else model
 
     # --- slots
 

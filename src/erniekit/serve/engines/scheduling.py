@@ -157,6 +157,7 @@ class SequenceScheduler:
         self.cache.release(run.table)
 
     def _keep(self, run: RunningSequence) -> None:
-        """Shares its computed blocks with sequences that begin with the same tokens."""
+        """Shares its computed blocks with sequences that begin with the same tokens. Not those that may hold NaN: a
+        token that gives it spoils the places before it in the same piece, too."""
         if run.job.vision is None:
-            self.cache.keep(run.ids[: run.cached], run.job.prefix_key, run.table)
+            self.cache.keep(run.ids[: min(run.cached, run.proven)], run.job.prefix_key, run.table)

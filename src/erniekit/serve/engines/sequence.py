@@ -22,6 +22,8 @@ class RunningSequence:
     seed: int  # of 64 bits, signed
     table: list[int] = field(default_factory=list)
     cached: int = 0  # positions whose keys and values are in the cache
+    # Positions that a sampled token or a pooled vector has seen: with a NaN among their keys and values it were none.
+    proven: int = 0
     gone: bool = False  # cancelled, or done
     # Of recorded.py, where steps are launched before the tokens of those before them are known:
     slot: int = -1  # its row of the step's state

@@ -150,7 +150,7 @@ class FeatureReader:
             found = cache.get(name, medium.key, unit)
             if found is None:
                 patches, grid = medium.unit(unit)
-                found = model.see(patches.to(device), grid).cpu()
+                found = model.encode_here(patches.to(device), grid).cpu()
                 cache.put(name, medium.key, unit, found)
             self._held[key] = found
         return self._held[key]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -210,6 +211,58 @@ def test_folders_and_patterns_are_their_files_by_name(tmp_path: Path, caplog, ca
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="holds no dataset file"):
         listed_files([tmp_path / "empty"])
+
+
+@pytest.mark.parametrize("name", ["b.jsonl", "below/b.csv.gz", "part"])
+def test_a_link_to_nowhere_in_a_folder_is_read_and_refused_as_when_it_is_named(name: str, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", ROWS[:1])
+    link = tmp_path / name
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to("gone")
+    for entry in (tmp_path, tmp_path / "**" / "*"):
+        assert {file.path for file in listed_files([str(entry)])} == {tmp_path / "a.jsonl", link}
+    with pytest.raises(DataError, match="dataset is a link to gone, which does not exist") as error:
+        located(link).open()
+    assert error.value.where == str(link)
+
+
+def test_a_link_to_nowhere_is_no_dataset_of_the_hub(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert is_remote("owner/name")
+    Path("owner").mkdir()
+    Path("owner/name").symlink_to("gone")
+    assert not is_remote("owner/name")
+
+
+def test_a_pipe_in_a_folder_is_read_and_refused_as_when_it_is_named(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", ROWS[:1])
+    os.mkfifo(tmp_path / "b.jsonl")
+    for entry in (tmp_path, tmp_path / "*.jsonl"):
+        assert [Path(file.path).name for file in listed_files([str(entry)])] == ["a.jsonl", "b.jsonl"]
+    with pytest.raises(DataError, match="is a named pipe"):
+        located(tmp_path / "b.jsonl").open()
+
+
+@pytest.mark.parametrize("content", ["", "\n", " \n\t\r\n"])
+def test_a_file_of_a_folder_that_holds_nothing_is_named_and_passed_over(
+    content: str, tmp_path: Path, caplog, capsys
+) -> None:
+    write_jsonl(tmp_path / "a.jsonl", ROWS[:1])
+    (tmp_path / "b.jsonl").write_text(content)
+    assert [file.path for file in listed_files([tmp_path])] == [tmp_path / "a.jsonl"]
+    assert "not read: b.jsonl (empty)" in capsys.readouterr().err + caplog.text
+
+
+def test_what_holds_no_data_is_passed_over_and_a_linked_folder_is_named(tmp_path: Path, caplog, capsys) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", ROWS[:1])
+    (folder / "notes.md").symlink_to("gone")
+    (folder / ".b.jsonl").symlink_to("gone")
+    os.mkfifo(folder / "control")
+    (folder / "more").symlink_to(tmp_path)
+    assert [file.path for file in listed_files([folder])] == [folder / "a.jsonl"]
+    assert "not read: control, more (a link to a folder), notes.md" in capsys.readouterr().err + caplog.text
 
 
 def test_a_cache_that_is_lost_is_made_again_the_same(site, local, tokenizer, tmp_path) -> None:

@@ -7,7 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from erniekit.kernels.stored import Stored, bits_of, kind_named, kind_of
+from erniekit.kernels import stored as stored_kinds
+from erniekit.kernels.stored import Agree, Stored, WeightKind, bits_of, kind_named, kind_of, multiplied_in_fp8
+from erniekit.kernels.stored.fp8 import Fp8
 from erniekit.weight_kinds import BASES, BF16, IN_FP8, MIXES, WEIGHT_KINDS
 
 KINDS = [kind for kind in WEIGHT_KINDS if kind != "plain"]
@@ -19,8 +21,14 @@ ERRORS = {
 }  # fmt: skip
 
 
-def gaussian(rows: int = 96, width: int = 256) -> torch.Tensor:
+def gaussian(rows: int, width: int) -> torch.Tensor:
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(1)) * 0.02
+
+
+def width_of(kind: str, least: int = 4096) -> int:
+    """Columns that it takes, also cut into halves."""
+    fits = kind_named(kind).fits
+    return next(w for w in range(least, 2 * least, 2) if fits(96, w) and fits(96, w // 2))
 
 
 def tensors(weight: Stored) -> list[torch.Tensor]:
@@ -50,7 +58,7 @@ def test_a_weight_comes_back_as_near_as_its_bits_allow(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_packed_independently_and_columns_by_agreement(kind: str) -> None:
-    w = outliers(64, 256).bfloat16()
+    w = outliers(64, width_of(kind, 256)).bfloat16()
     whole = kind_named(kind).pack(w)
     for piece, rows in (
         (kind_named(kind).pack(part), slice(i * 16, i * 16 + 16)) for i, part in enumerate(w.split(16))
@@ -73,7 +81,7 @@ def test_rows_are_packed_independently_and_columns_by_agreement(kind: str) -> No
         most = torch.maximum(*asked)
         return [kind_named(kind).pack(half, lambda values: most) for half in halves]
 
-    for half, columns in zip(agreeing(list(w.split(128, dim=1))), (0, 1), strict=True):
+    for half, columns in zip(agreeing(list(w.chunk(2, dim=1))), (0, 1), strict=True):
         for mine, all_ in zip(tensors(half), tensors(whole), strict=True):
             width = all_.shape[1] // 2
             expected = all_ if mine.shape == all_.shape else all_[:, columns * width : (columns + 1) * width]
@@ -82,18 +90,18 @@ def test_rows_are_packed_independently_and_columns_by_agreement(kind: str) -> No
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_shapes_are_known_and_experts_are_rows_in_groups(kind: str) -> None:
-    w = gaussian().bfloat16()
-    flat = kind_named(kind).pack(w)
-    assert kind_named(kind).shape(flat) == (96, 256)
+    width = width_of(kind, 256)
+    flat = kind_named(kind).pack(gaussian(96, width).bfloat16())
+    assert kind_named(kind).shape(flat) == (96, width)
     experts = flat.of_experts(3)
-    assert kind_named(kind).shape(experts) == (32, 256)
+    assert kind_named(kind).shape(experts) == (32, width)
     unpacked = kind_named(kind).unpack(experts, torch.bfloat16)
     assert torch.equal(unpacked.flatten(0, 1), kind_named(kind).unpack(flat, torch.bfloat16))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_zeros_stay_zeros(kind: str) -> None:
-    w = gaussian().bfloat16()
+    w = gaussian(96, width_of(kind, 256)).bfloat16()
     w[3] = 0
     back = kind_named(kind).unpack(kind_named(kind).pack(w), torch.float32)
     assert (back[3] == 0).all()
@@ -108,9 +116,10 @@ def test_a_rank_without_columns_packs_nothing(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", SIXTEEN)
 def test_products_are_those_of_the_unpacked_weight(kind: str) -> None:
-    stored = kind_named(kind).pack(gaussian(96, 256))
+    width = width_of(kind, 256)
+    stored = kind_named(kind).pack(gaussian(96, width))
     w = kind_named(kind).unpack(stored, torch.float32)
-    x, grad = torch.randn(5, 256), torch.randn(5, 96)
+    x, grad = torch.randn(5, width), torch.randn(5, 96)
     torch.testing.assert_close(kind_of(stored).product(x, stored), x @ w.t())
     torch.testing.assert_close(kind_of(stored).turned_product(grad, stored), grad @ w)
     experts, ends = stored.of_experts(3), torch.tensor([2, 2, 5], dtype=torch.int32)
@@ -131,18 +140,90 @@ def test_an_odd_width_has_no_two_columns_a_byte() -> None:
     assert kind_named("int8").fits(16, 17)
 
 
+class Thirds(WeightKind):
+    """Of another package: groups of 96 columns, which divide no power of two; a byte a number, a scale a group."""
+
+    name = "thirds"
+
+    def fits(self, out: int, width: int) -> bool:
+        return width % 96 == 0
+
+    def pack(self, weight: torch.Tensor, agree: Agree | None = None) -> Stored:
+        groups = weight.float().unflatten(-1, (-1, 96))
+        scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
+        return Stored((groups / scale).round().to(torch.int8).flatten(-2), scale.squeeze(-1), kind=self.name)
+
+    def unpack(self, weight: Stored, dtype: torch.dtype) -> torch.Tensor:
+        assert weight.scale is not None
+        groups = weight.data.float().unflatten(-1, (-1, 96))
+        return (groups * weight.scale.unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+class Whole(Thirds):
+    name = "whole"
+
+    def fits(self, out: int, width: int) -> bool:
+        return False
+
+
+def test_a_kind_whose_group_divides_no_power_of_two_has_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(stored_kinds._LOADED, "thirds", Thirds())
+    assert bits_of("thirds") == 8 + 32 / 96
+
+
+def test_weights_that_a_kind_does_not_fit_stay_in_16_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(stored_kinds._LOADED, "whole", Whole())
+    assert bits_of("whole") == 16
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("draw", [gaussian, outliers])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_packing_what_was_unpacked_gives_the_same_numbers(kind: str, draw: Callable, dtype: torch.dtype) -> None:
+    """What `merge_grid` promises of the files it writes."""
+    w = draw(64, width_of(kind)).to(dtype)
+    once = kind_named(kind).unpack(kind_named(kind).pack(w), dtype)
+    assert torch.equal(kind_named(kind).unpack(kind_named(kind).pack(once), dtype), once)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bits_that_memory_is_counted_with_are_those_that_are_held(kind: str) -> None:
-    rows, width = 64, 4096
+    rows, width = 64, width_of(kind)
     held = sum(t.numel() * t.element_size() for t in tensors(kind_named(kind).pack(gaussian(rows, width).bfloat16())))
     of_rows = 32 * 2 / width  # at most two scales of 32 bits a row, which are not counted
     assert 8 * held / (rows * width) == pytest.approx(bits_of(kind), abs=of_rows)
 
 
 def test_a_user_chooses_among_kinds_and_mixes_and_not_among_ways_to_multiply() -> None:
-    assert (BF16, "fp8", "int8", "int4", "int4-group", "mxfp4", "nf4", *MIXES) == BASES
+    assert BASES[0] == BF16
+    assert set(BASES) == {BF16, *WEIGHT_KINDS, *MIXES} - {"plain", "int4-fp8", "mxfp4-fp8"}
     assert all(kind_named(kind).exact_in_fp8 for kind in IN_FP8)
     assert all(kind_named(kind).rows_in_fp8 for kind in IN_FP8.values())
+
+
+@pytest.mark.parametrize(
+    ("base", "products", "role", "in_fp8"),
+    [
+        ("bf16", "fp8", "experts", False),
+        ("fp8", "fp8", "attention", True),
+        ("int4", "bf16", "experts", False),
+        ("int4", "fp8", "experts", True),
+        ("nf4", "fp8", "experts", False),
+        ("wint4/8", "fp8", "experts", True),
+        ("wint4/8", "fp8", "attention", False),
+        ("wint4/8", "fp8", "router", False),
+    ],
+)
+def test_a_kind_says_whether_it_is_multiplied_in_fp8(base: str, products: str, role: str, in_fp8: bool) -> None:
+    assert multiplied_in_fp8(base, products, role) is in_fp8
+
+
+def test_so_does_one_that_a_package_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other(Fp8):
+        name = "other"
+
+    monkeypatch.setitem(stored_kinds._LOADED, "other", Other())
+    assert multiplied_in_fp8("other", "bf16", "experts")
 
 
 @pytest.mark.parametrize("kind", ["int4", "mxfp4"])

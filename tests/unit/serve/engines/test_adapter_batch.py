@@ -12,7 +12,7 @@ from erniekit.models import MODELS
 from erniekit.models.init import init_weights
 from erniekit.models.layers.attention import Context
 from erniekit.models.layers.moe import MoE
-from erniekit.serve.engines.adapter_batch import AdapterExchange, AdapterRows, joined
+from erniekit.serve.engines.adapter_batch import AdapterExchange, AdapterRows, batchable, joined
 from support.engine_jobs import inject_drawn
 
 NO_CONTEXT = Context(None, None, None, None)  # type: ignore[arg-type]
@@ -49,8 +49,8 @@ def models() -> dict[str, nn.Module]:
 @torch.no_grad()
 def test_rows_of_experts_are_those_of_each_model_alone(models: dict[str, nn.Module]):
     rows = AdapterRows()
+    assert batchable(models) == list(models)
     together = joined(models, rows)
-    assert together is not None
     block = together.layers[1].mlp
     assert type(block) is MoE
     assert isinstance(block.exchange, AdapterExchange)
@@ -67,8 +67,8 @@ def test_rows_of_experts_are_those_of_each_model_alone(models: dict[str, nn.Modu
 @torch.no_grad()
 def test_a_batch_of_one_model_is_that_model(models: dict[str, nn.Module]):
     rows = AdapterRows()
+    assert batchable(models) == list(models)
     together = joined(models, rows)
-    assert together is not None
     ids = torch.randint(5, 1000, (1, 20))
     for number, model in enumerate(models.values()):
         rows.of = torch.full((20,), number)
@@ -77,5 +77,8 @@ def test_a_batch_of_one_model_is_that_model(models: dict[str, nn.Module]):
 
 
 def test_models_that_cannot_be_joined_are_left_apart(models: dict[str, nn.Module]):
-    assert joined({"base": models["base"]}, AdapterRows()) is None, "one model"
-    assert joined({"a": models["a"], "b": models["b"]}, AdapterRows()) is None, "no base"
+    assert batchable({"base": models["base"]}) == [], "one model"
+    assert batchable({"a": models["a"], "b": models["b"]}) == [], "no base"
+    dora = adapted(models["base"], 5, LoRASettings(2, 4.0, targets=("q_proj", "v_proj"), dora=True))
+    assert batchable({"base": models["base"], "dora": dora}) == [], "its rows have lengths of their own"
+    assert batchable({"dora": dora, "base": models["base"], "a": models["a"]}) == ["base", "a"]

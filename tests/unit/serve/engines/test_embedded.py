@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from erniekit.api_load import Found
-from erniekit.lora.merge import fold
 from erniekit.serve.engines.base import Done, GenerationJob, ModelRemoved, QueueFull
 from erniekit.serve.engines.embedded import EmbeddedEngine, EngineLimits
 from erniekit.serve.engines.paged import PagedCache
 from erniekit.serve.loaded_models import with_adapter
+from support import engine_jobs
 from support.clock import PATIENCE_S, until
 from support.engine_jobs import (
     LENGTH,
@@ -28,6 +28,7 @@ from support.engine_jobs import (
     prompts,
     says_the_same_in_a_small_cache,
 )
+from support.merged import fold
 from support.transformers_loop import said_by_transformers
 
 
@@ -315,5 +316,29 @@ def test_no_sequence_begins_with_a_model_that_was_removed_and_those_that_run_end
         until(lambda: list(engine.models) == ["m"], PATIENCE_S)
         with pytest.raises(ModelRemoved):
             asyncio.run(listen(engine, job([7, 8], model="other")))
+    finally:
+        engine.stop()
+
+
+@pytest.mark.parametrize("make", [engine_of, engine_jobs.engine_of], ids=["plain", "recorded"])
+@pytest.mark.parametrize("tokens", [64, 8], ids=["in one piece", "in several"])
+def test_a_token_without_numbers_does_not_spoil_the_prefix_that_others_begin_with(
+    small: Found, tokens: int, make: Callable[..., EmbeddedEngine]
+):
+    """Its NaN reaches places before it in the same piece, masked as they are."""
+    model, begin, bad, good = small.build(), list(range(40, 54)), 7, 8
+    embed = model.embed_ids
+    model.embed_ids = lambda ids: embed(ids).masked_fill((ids == bad)[..., None], float("nan"))
+    engine = make({"m": model}, tokens=tokens)
+    try:
+
+        async def ends(prompt: list[int]) -> str:
+            return [event async for _, event in engine.submit(job(prompt))][-1].reason
+
+        assert asyncio.run(ends([*begin, bad, 9])) == "error"
+        assert asyncio.run(ends([*begin, good])) == "length"
+        before = engine.load().prefix_hits
+        assert asyncio.run(ends(begin)) == "length"
+        assert engine.load().prefix_hits > before, "what has numbers is shared"
     finally:
         engine.stop()

@@ -77,3 +77,17 @@ def test_answers_to_prompts_that_begin_alike_are_those_of_each_alone(small: Foun
         assert engine.load().cache_used == 0
     finally:
         engine.stop()
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_numbers_that_a_broken_sequence_left_in_the_pool_reach_no_other(small: Found, recorded: bool):
+    cache = PagedCache(small.weights.config, 64, 4, torch.float32, "cpu")
+    for pool in (*cache.keys, *cache.values):
+        pool[: cache.blocks * cache.size] = float("nan")
+    limits = EngineLimits(sequences=3, tokens=16, length=LENGTH)
+    engine = EmbeddedEngine({"m": small.build()}, cache, limits, pick("cpu", False) if recorded else None)
+    asked = [[5, 6], list(range(100, 130)), [7] * 9]  # rows of unlike length decode together
+    try:
+        assert answers(engine, [job(p) for p in asked]) == [alone(small.build(), p) for p in asked]
+    finally:
+        engine.stop()

@@ -12,7 +12,6 @@ import torch
 from erniekit.api_load import Found, find_model
 from erniekit.demo.tiny import make_tiny_model
 from erniekit.kernels.rms_norm import rms_norm
-from erniekit.lora.merge import fold
 from erniekit.models.layers.norm import RMSNorm
 from erniekit.serve.engines.base import Done, GenerationJob, ModelRemoved, Token
 from erniekit.serve.engines.embedded import EmbeddedEngine, EngineLimits
@@ -31,6 +30,7 @@ from support.engine_jobs import (
     prompts,
     says_the_same_in_a_small_cache,
 )
+from support.merged import fold
 
 
 @pytest.fixture

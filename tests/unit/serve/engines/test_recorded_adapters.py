@@ -12,13 +12,14 @@ import torch
 from erniekit.api_load import Found, find_model
 from erniekit.demo.tiny import make_tiny_model
 from erniekit.devices.base import Device
-from erniekit.lora.merge import fold
+from erniekit.lora.settings import LoRASettings
 from erniekit.serve.engines.adapter_batch import AdapterExchange, BatchedLoRALinear, BatchedLoRARouter
 from erniekit.serve.engines.embedded import EmbeddedEngine, EngineLimits
 from erniekit.serve.engines.paged import PagedCache
 from erniekit.serve.engines.recorded import RecordedSteps
 from erniekit.serve.loaded_models import with_adapter
 from support.engine_jobs import LENGTH, alone, answers, job, listen, make_adapter, prompts
+from support.merged import fold
 from support.recording_cpu import recording_cpu, small_cpu
 from support.taught_mtp import taught
 
@@ -84,6 +85,23 @@ def test_a_batch_without_adapters_computes_no_low_rank_product_and_a_mixed_one_d
     merged = {"m": found.build()} | {name: fold(one.build()) for name, one in adapters.items()}
     assert said == [alone(merged["m"], p) for p in asked]
     assert beside == [alone(merged[one.model], list(one.prompt)) for one in mixed]
+
+
+def test_an_adapter_that_cannot_be_batched_leaves_the_others_in_one_batch(dense: Served, products, tmp_path: Path):
+    found, adapters = dense
+    folder = make_adapter(found.weights, tmp_path / "dora", 4, LoRASettings(4, 8.0, dora=True))
+    dora = Found(found.weights, folder)
+    engine = started(found.build(), {"dora": dora, **adapters}, recording_cpu())
+    jobs = [job(p, name) for p, name in zip(prompts(5), ("a", "dora", "m", "b", "dora"))]
+    try:
+        said = answers(engine, jobs)
+        assert engine.recorded is not None
+        assert [engine.recorded.tree_of(name) for name in ("m", "a", "b", "dora")] == ["", "", "", "dora"]
+        assert products["BatchedLoRALinear"] > 0
+    finally:
+        engine.stop()
+    expected = {"m": found.build(), **{name: one.build() for name, one in (*adapters.items(), ("dora", dora))}}
+    assert said == [alone(expected[one.model], list(one.prompt)) for one in jobs]
 
 
 def test_an_answer_goes_from_steps_without_adapters_to_those_with_them_and_back(served: Served, monkeypatch):

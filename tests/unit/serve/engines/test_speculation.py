@@ -148,6 +148,17 @@ def test_adapters_are_verified_by_their_own_model(moe: Found, model, start: Star
     assert engine.load().proposed > 0
 
 
+def test_a_wrong_proposal_that_gives_no_numbers_ends_no_answer(model, start: Start):
+    asked, poisoned = prompts(8)[4:], model_alone(model)
+    want = [alone(model_alone(model), p) for p in asked]
+    said, embed = torch.tensor([id for ids in (*asked, *want) for id in ids]), poisoned.embed_ids
+    poisoned.embed_ids = lambda ids: embed(ids).masked_fill(~torch.isin(ids, said)[..., None], torch.nan)
+    engine = start(models={"m": poisoned})
+    assert answers(engine, [job(p) for p in asked]) == want
+    load = engine.load()
+    assert load.proposals_held < load.proposed
+
+
 def test_a_model_that_gives_no_numbers_is_an_error_with_proposals_too(model, start: Start):
     broken = model_alone(model)
     with torch.no_grad():

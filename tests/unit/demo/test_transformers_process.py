@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from erniekit.demo import ProofFailed
-from erniekit.demo.other_stack import OtherStack
+from erniekit.demo.transformers_process import TransformersProcess
 
 
 def test_a_process_that_died_is_a_failed_proof_with_its_log(tmp_path):
-    stack = OtherStack(tmp_path / "transformers.log")
+    stack = TransformersProcess(tmp_path / "transformers.log")
     stack._process.kill()
     stack._process.wait()
     with pytest.raises(ProofFailed, match="could not read") as failed:

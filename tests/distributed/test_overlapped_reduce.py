@@ -18,10 +18,10 @@ from erniekit.models.config import DecoderConfig
 from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
 from erniekit.optim.schedule import Schedule
-from erniekit.parallel import early_sums
+from erniekit.parallel import overlapped_reduce
 from erniekit.parallel.apply import SpreadOptions, parallelise
-from erniekit.parallel.early_sums import EarlySums
 from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.overlapped_reduce import OverlappedReduce
 from erniekit.parallel.sharding_table import plain, sharding_of
 from erniekit.train.step import TrainStep
 from support.ranks import Ranks
@@ -31,12 +31,12 @@ SHAPES = {"a": (7, 3), "b": (11,), "c": (2, 2, 5), "d": (), "e": (40,), "f": (1,
 
 def sums(seed: int, bucket: int, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
     """Of gradients that come in an order of each rank's own, some on no rank or on one; and the plain sums."""
-    early_sums.BUCKET = bucket
+    overlapped_reduce.BUCKET = bucket
     rank, size = dist.get_rank(), dist.get_world_size()
     every = [_gradients(seed, each, dtype) for each in range(size)]
     held: dict[str, torch.Tensor] = {}
     params = {name: torch.zeros(shape, dtype=dtype) for name, shape in SHAPES.items()}
-    made = EarlySums(params, dist.group.WORLD, held.get, held.__setitem__)  # type: ignore[arg-type]
+    made = OverlappedReduce(params, dist.group.WORLD, held.get, held.__setitem__)  # type: ignore[arg-type]
     order = list(every[rank])
     random.Random(seed + rank).shuffle(order)
     made.ready(order[0])  # of an earlier micro-batch: nothing is sent
@@ -88,7 +88,7 @@ def idle_on_one(model: Any, batch: Any, *args: Any, **keys: Any) -> torch.Tensor
 
 def train(early: bool, dtype: str, micro_batches: int, idle: bool = False) -> tuple[list[float], list[int], int]:
     """Losses of a few steps, how many buckets of each were sent inside backward, and of how many."""
-    early_sums.BUCKET = 3000
+    overlapped_reduce.BUCKET = 3000
     world, spec = World(Layout(dp=2), dist.get_rank()), MODELS.get("ernie4_5")
     compute = getattr(torch, dtype)
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""A decoder that sees: the features of pictures and video frames take the places of their tokens' embeddings.
+"""A vision-language decoder: the features of pictures and video frames take the places of their tokens' embeddings.
 
 B batch, L length, H hidden, V vision tokens.
 """
@@ -22,7 +22,7 @@ from erniekit.parallel.plan import dealt
 LOSS_PICTURES, LOSS_TEXT = "loss_pictures", "loss_text"  # of answers in documents with pictures, and of text only
 TOWER, TOKENS = "tower", "tokens"  # what is kept of pictures: the tower's output, or the resampler's
 # Whole on every rank of a tensor-parallel group, which deal out the pictures: exact, and no sums inside the tower.
-SEEING_PLAN = {"tower.*": dealt(), "resampler.*": dealt(), **PLAN}
+VISION_LANGUAGE_PLAN = {"tower.*": dealt(), "resampler.*": dealt(), **PLAN}
 
 
 def documents_with(modality: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
@@ -35,8 +35,8 @@ def documents_with(modality: torch.Tensor, cu_seqlens: torch.Tensor | None) -> t
     return has.repeat_interleave(bounds.diff(), output_size=modality.numel()).view_as(modality)
 
 
-class LocalPlaces(nn.Module):
-    """Slot `places` of a vision-language model. All tokens of a batch are here."""
+class LocalInsertion(nn.Module):
+    """Slot `insert` of a vision-language model. All tokens of a batch are here."""
 
     def forward(self, x_BLH: torch.Tensor, features_VH: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """The embeddings with features in these places of the flattened [B * L] tokens."""
@@ -44,24 +44,24 @@ class LocalPlaces(nn.Module):
         return flat.view_as(x_BLH)
 
 
-class LocalLook(nn.Module):
-    """Slot `look` of a vision-language model: this rank runs the tower on every picture."""
+class LocalEncoder(nn.Module):
+    """Slot `encode` of a vision-language model: this rank runs the tower on every picture."""
 
-    def forward(self, model: SeeingDecoder, vision: Any) -> torch.Tensor:
-        return model.see(vision.patches, vision.grids)
+    def forward(self, model: VisionLanguageDecoder, vision: Any) -> torch.Tensor:
+        return model.encode_here(vision.patches, vision.grids)
 
 
-class SeeingDecoder(Decoder):
+class VisionLanguageDecoder(Decoder):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
         assert config.vision is not None
         self.tower = VisionTower(config.vision)
         self.resampler = Resampler(config)
         self.run_tower: Callable[..., torch.Tensor] | None = None  # in place of the tower (parallel/recorded_tower.py)
-        self.look: nn.Module = LocalLook()
-        self.places: nn.Module = LocalPlaces()
+        self.encode: nn.Module = LocalEncoder()
+        self.insert: nn.Module = LocalInsertion()
         # Run the tower for batches without pictures too, on no rows: set where ranks gather its weights together.
-        self.always_looks = False
+        self.always_encodes = False
         # Of batches that hold features in the place of pixels: which ("tower" or "tokens"); None: all hold pixels.
         self.kept: str | None = None
 
@@ -72,10 +72,10 @@ class SeeingDecoder(Decoder):
 
     def features(self, vision: Any) -> torch.Tensor:
         """data.types.Vision -> [V, H]."""
-        features: torch.Tensor = self.look(self, vision)
+        features: torch.Tensor = self.encode(self, vision)
         return features
 
-    def see(self, patches: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
+    def encode_here(self, patches: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
         """Patches of the pictures of these grids -> their features, here. Features from the cache skip the tower."""
         shapes = [(int(t), int(h), int(w)) for t, h, w in grids.tolist()]
         if patches.dtype != torch.uint8 and self.kept == TOKENS:
@@ -100,7 +100,7 @@ class SeeingDecoder(Decoder):
         return [t * h * w // (each if t == 1 else each * PAIR) for t, h, w in grids.tolist()]
 
     def picture_costs(self, grids: torch.Tensor) -> list[float]:
-        """Of looking at each, in units of their own: a patch's products, and its attention to all of its frame."""
+        """Of encoding each, in units of their own: a patch's products, and its attention to all of its frame."""
         v = self.config.vision
         assert v is not None
         return [t * h * w * (2.0 * v.width + v.mlp_width + h * w) for t, h, w in grids.tolist()]
@@ -108,18 +108,18 @@ class SeeingDecoder(Decoder):
     def embed_batch(self, ids: torch.Tensor, more: Any) -> torch.Tensor:
         x_BLH, vision = self.embed_ids(ids), None if more is None else more.vision
         if vision is not None:
-            places: torch.Tensor = self.places(x_BLH, self.features(vision), vision.places)
+            places: torch.Tensor = self.insert(x_BLH, self.features(vision), vision.places)
             return places
-        if self.kept == TOKENS or (not self.always_looks and not self._trains()):
+        if self.kept == TOKENS or (not self.always_encodes and not self._trains()):
             return x_BLH
         nothing = ids.new_zeros(0, dtype=torch.int64)
         v = self.config.vision
         assert v is not None
         patches = torch.zeros(0, v.patch_size, dtype=torch.uint8, device=ids.device)
-        if self.kept == TOWER:  # as on ranks that have pictures now, of which none looks
+        if self.kept == TOWER:  # as on ranks that have pictures now, of which none is encoded
             patches = torch.zeros(0, v.width, dtype=x_BLH.dtype, device=ids.device)
-        looked: torch.Tensor = self.places(x_BLH, self.see(patches, torch.zeros(0, 3)), nothing)
-        return looked
+        inserted: torch.Tensor = self.insert(x_BLH, self.encode_here(patches, torch.zeros(0, 3)), nothing)
+        return inserted
 
     def answers_loss(
         self, h_BLH: torch.Tensor, labels: torch.Tensor, ignore: int, chunk: int, scale: float | None, ctx: Context,
@@ -139,7 +139,7 @@ class SeeingDecoder(Decoder):
             assert ctx.modality is not None
             pictured = documents_with(ctx.modality, ctx.cu_seqlens)
             losses = {
-                name: super(SeeingDecoder, self).answers_loss(
+                name: super(VisionLanguageDecoder, self).answers_loss(
                     h_BLH, labels.masked_fill(others, ignore), ignore, chunk, scale, ctx,
                     more._replace(trained=counts[name]),
                 )
@@ -157,7 +157,7 @@ class SeeingDecoder(Decoder):
 
 
 if TYPE_CHECKING:  # the contract, checked where it is kept
-    from erniekit.model_contract import SeeingModel
+    from erniekit.model_contract import VisionLanguageModel
 
-    def _model(model: SeeingDecoder) -> SeeingModel:
+    def _model(model: VisionLanguageDecoder) -> VisionLanguageModel:
         return model

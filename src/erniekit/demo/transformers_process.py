@@ -1,4 +1,4 @@
-"""The exported model in plain transformers, in a process of its own: `python -m erniekit.demo.other_stack`.
+"""The exported model in plain transformers, in a process of its own: `python -m erniekit.demo.transformers_process`.
 
 Started first by recipes/demo.py, so that the slow import is over when the export is there. One JSON line a question.
 """
@@ -15,7 +15,7 @@ from typing import Any
 from erniekit.demo import ProofFailed
 
 
-class OtherStack:
+class TransformersProcess:
     """The parent's side: `query(folder, ...)` waits for the answer of the process below."""
 
     def __init__(self, log: Path) -> None:
@@ -23,7 +23,7 @@ class OtherStack:
         self._stderr = log.open("w", encoding="utf-8")
         offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "erniekit.demo.other_stack"],
+            [sys.executable, "-m", "erniekit.demo.transformers_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,

@@ -1,4 +1,5 @@
-"""Gradients of data-parallel ranks, added up while the backward pass still computes the others. For train/step.py.
+"""Gradients of data-parallel ranks, added up while the backward pass still computes the others. Made by
+engine.py.
 
 Buckets are sent in one order on all ranks, from the model's end to its beginning, as backward goes: one whose gradients
 are complete waits for those before it. Where a rank has no gradient for a parameter, its bucket goes at the end of the
@@ -17,7 +18,7 @@ from erniekit.parallel import comm
 BUCKET = 8 * 1024 * 1024  # elements, fp32: long enough for the link's full rate, short enough to begin early
 
 
-class EarlySums:
+class OverlappedReduce:
     def __init__(
         self,
         params: Mapping[str, torch.Tensor],

@@ -19,11 +19,11 @@ from erniekit.models.init import init_weights
 from erniekit.models.layers.attention import Context
 from erniekit.models.layers.modal import ModalMoE
 from erniekit.models.layers.resampler import frame_pairs
-from erniekit.models.layers.seeing import SeeingDecoder
 from erniekit.models.layers.vision import Frames
+from erniekit.models.layers.vision_language import VisionLanguageDecoder
 from erniekit.parallel import compiled
 from erniekit.parallel.context import split
-from erniekit.parallel.tensor import PlacesInSlice
+from erniekit.parallel.tensor import SlicedInsertion
 from parity.test_vl_layouts import row
 
 SHAPE = DecoderConfig(
@@ -36,7 +36,7 @@ SHAPE = DecoderConfig(
 
 
 def model_of(config: DecoderConfig = SHAPE) -> Any:
-    model = SeeingDecoder(config)
+    model = VisionLanguageDecoder(config)
     init_weights(model, 1, 0.3)
     return model
 
@@ -148,7 +148,7 @@ def test_a_frozen_tower_does_not_look_at_a_batch_without_pictures() -> None:
     model.tower.register_forward_hook(lambda *_: looked.append(1))
     model(batch.input_ids, batch.positions, more=batch.more())
     assert not looked
-    model.always_looks = True
+    model.always_encodes = True
     model(batch.input_ids, batch.positions, more=batch.more())
     assert looked, "where ranks gather its weights together all must"
 
@@ -171,7 +171,7 @@ def test_a_slice_of_every_row_takes_its_own_features_alone() -> None:
     x, features = torch.zeros(2, 8, 3), torch.arange(1.0, 13).view(4, 3)
     places = torch.tensor([2, 3, 9, 15])
     whole = x.flatten(0, 1).index_copy(0, places, features).view_as(x)
-    slices = [PlacesInSlice(r, 2)(x[:, :4], features, places) for r in range(2)]
+    slices = [SlicedInsertion(r, 2)(x[:, :4], features, places) for r in range(2)]
     assert torch.equal(torch.cat(slices, 1), whole)
 
 
@@ -190,7 +190,7 @@ def test_a_cut_sequence_keeps_the_pictures_its_tokens_show() -> None:
 
 def test_a_packed_base_leaves_what_sees_and_the_shared_experts_plain() -> None:
     with torch.device("meta"):
-        model = SeeingDecoder(SHAPE)
+        model = VisionLanguageDecoder(SHAPE)
         inject(model, LoRASettings.resolve(rank=3), seed=0)
     store_frozen(model, "wint4/8", "bf16", lambda name: [tuple(model.get_parameter(_base(name)).shape)])
     kinds = {n.removesuffix(".base"): m.kind for n, m in model.named_modules() if hasattr(m, "packed_shape")}
