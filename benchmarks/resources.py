@@ -18,7 +18,7 @@ from pathlib import Path
 
 from erniekit.cli.recipes_command import FACTS
 from erniekit.config import load
-from erniekit.planner.evaluate import Site
+from erniekit.planner.device_pool import DevicePool
 from erniekit.planner.search import search
 from erniekit.progress import WorkProgress
 from erniekit.recipes.plan_fits import Fitting
@@ -48,7 +48,7 @@ def rows(names: Iterable[str] | None = None) -> Iterator[str]:
         count = int(every[name].partition("x")[0])
         job = replace(fits.job(cfg), packs=packs_of(cfg, count))
         # Machines of eight; fewer cards are one machine.
-        found = search(job, Site(fits.site.card, fits.site.rates, min(8, count)), count, shown=1)
+        found = search(job, DevicePool(fits.site.card, fits.site.rates, min(8, count)), count, shown=1)
         best = "nothing fits | | "
         if found.ranked:
             one = found.ranked[0]

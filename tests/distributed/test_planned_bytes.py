@@ -24,7 +24,7 @@ from erniekit.parallel.apply import SpreadOptions, parallelise
 from erniekit.parallel.gradients import local
 from erniekit.parallel.mesh import Layout, World, fit
 from erniekit.parallel.sharding_table import plain, sharding_of
-from erniekit.planner.static_bytes import Blocks, Storing, of_tensor
+from erniekit.planner.static_bytes import StorageKinds, TensorBlocks, of_tensor
 from erniekit.recipes.build import keep_frozen_as_computed
 from erniekit.recipes.optimiser import place_of
 from erniekit.recipes.planning import packed_bits
@@ -54,11 +54,11 @@ def model_of(config: DecoderConfig, lora: bool, dtype: torch.dtype) -> Any:
     return model
 
 
-def storing_of(model: Any, compute: int, moments: str, masters: str) -> Storing:
+def storing_of(model: Any, compute: int, moments: str, masters: str) -> StorageKinds:
     named = [(plain(n), p) for n, p in model.named_parameters()]
     fp32 = frozenset(n for n, p in named if p.dtype == torch.float32) if compute == 2 else frozenset()
     trained = frozenset(n for n, p in named if p.requires_grad)
-    return Storing(trained, fp32, compute=compute, masters=masters, moments=moments, fused=False)
+    return StorageKinds(trained, fp32, compute=compute, masters=masters, moments=moments, fused=False)
 
 
 def held(axes: dict[str, Any], config: DecoderConfig, lora: bool, compute: int, moments: str, masters: str) -> Any:
@@ -143,7 +143,7 @@ def test_stage_3_cuts_packed_weights_and_gathers_them_and_the_other_stages_do_no
         layout = Layout(fsdp=2, **axes)
         sharding = sharding_of(model, MODELS.get(EXPERTS.family).plan, layout)
         sharding.packed = set(bits)
-        blocks = Blocks(sharding, tuple(EXPERTS.sparse(n) for n in range(EXPERTS.num_layers)), storing)
+        blocks = TensorBlocks(sharding, tuple(EXPERTS.sparse(n) for n in range(EXPERTS.num_layers)), storing)
         alone = sharding_of(model, MODELS.get(EXPERTS.family).plan, Layout())
         for name in bits:
             whole, share = of_tensor(alone, name, 0, storing), of_tensor(sharding, name, 1, storing)
@@ -170,7 +170,7 @@ def test_one_layer_of_each_kind_stands_for_all_on_the_fullest_rank(config: Decod
     model = model_of(config, False, torch.bfloat16)
     sharding = sharding_of(model, MODELS.get(config.family).plan, layout)
     storing = storing_of(model, 2, "fp32", "fp32")
-    blocks = Blocks(sharding, tuple(config.sparse(n) for n in range(config.num_layers)), storing)
+    blocks = TensorBlocks(sharding, tuple(config.sparse(n) for n in range(config.num_layers)), storing)
     for stage in range(layout.pp):
         mine = [n for s in range(stage, len(sharding.stages()), layout.pp) for n in sharding.stages()[s]]
         ranks_of = [r for r in range(layout.size) if layout.coords(r)["pp"] == stage]

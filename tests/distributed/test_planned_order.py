@@ -25,9 +25,10 @@ from erniekit.parallel.apply import SpreadOptions, parallelise
 from erniekit.parallel.mesh import Layout, World
 from erniekit.parallel.sharding_table import plain, sharding_of
 from erniekit.planner.cards import CARDS, CardRates, rates_of
-from erniekit.planner.evaluate import Candidate, Site, evaluate
+from erniekit.planner.device_pool import DevicePool
+from erniekit.planner.evaluate import Candidate, evaluate
 from erniekit.planner.job import Job
-from erniekit.planner.static_bytes import Blocks, Storing
+from erniekit.planner.static_bytes import StorageKinds, TensorBlocks
 from erniekit.train.step import TrainStep
 from support.ranks import Ranks
 
@@ -107,8 +108,8 @@ def job() -> Job:
     with torch.device("meta"):
         model = spec.build(SHAPE)
     sharding = sharding_of(model, spec.plan, Layout())
-    storing = Storing(frozenset(sharding.names()), compute=4, fused=False)
-    blocks = Blocks(sharding, (False,) * SHAPE.num_layers, storing)
+    storing = StorageKinds(frozenset(sharding.names()), compute=4, fused=False)
+    blocks = TensorBlocks(sharding, (False,) * SHAPE.num_layers, storing)
     return Job(SHAPE, blocks, rows=1, length=LENGTH, packs=PACKS, compute=4, recomputed=0)
 
 
@@ -119,7 +120,7 @@ def test_the_best_predicted_layout_is_among_the_two_fastest_of_eight(ranks: Rank
     usual = rates_of(CARDS["cpu"])
     attention = ((LENGTH, slower["dense"] / 2),)
     rates: CardRates = replace(usual, **slower, attention=attention, layer_launch=1e-4, network=slower["link"])
-    place = Site(CARDS["cpu"], rates, 2, limit=float("inf"))
+    place = DevicePool(CARDS["cpu"], rates, 2, limit=float("inf"))
     one = job()
     planned: dict[str, Candidate] = {n: evaluate(one, Layout(**a), place, exact=True) for n, a in LAYOUTS.items()}
     measured = {name: max(ranks.run(2, best_step, axes)) for name, axes in LAYOUTS.items()}

@@ -9,7 +9,8 @@ from typing import Any
 from erniekit.config import load
 from erniekit.planner.cards import rates_of
 from erniekit.planner.cluster import parse
-from erniekit.planner.evaluate import Candidate, Site
+from erniekit.planner.device_pool import DevicePool
+from erniekit.planner.evaluate import Candidate
 from erniekit.planner.job import Job
 from erniekit.planner.search import search, smallest
 from erniekit.recipes.planning import job_of, packs_of, shape_of
@@ -27,12 +28,12 @@ CASES = (
 )
 
 
-def job_on(recipe: str, cluster: str) -> tuple[Job, Site, int]:
+def job_on(recipe: str, cluster: str) -> tuple[Job, DevicePool, int]:
     """The run in numbers, where it would be, and on how many ranks."""
     cfg, where = load([str(ROOT / f"examples/configs/{recipe}.yaml")], "train"), parse(cluster)
     (island,) = where.islands
     job = job_of(cfg, shape_of(cfg), packs_of(cfg, where.size))
-    return job, Site(island.card, rates_of(island.card), island.devices), where.size
+    return job, DevicePool(island.card, rates_of(island.card), island.devices), where.size
 
 
 def planned(recipe: str, cluster: str) -> dict[str, Any]:

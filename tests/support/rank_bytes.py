@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import reduce
 
 from erniekit.parallel.sharding import Sharding
-from erniekit.planner.static_bytes import NOTHING, Share, Storing, of_tensor
+from erniekit.planner.static_bytes import NOTHING, StorageKinds, TensorBytes, of_tensor
 
 
-def of_rank(sharding: Sharding, rank: int, storing: Storing, micro_batches: int = 1) -> Share:
+def of_rank(sharding: Sharding, rank: int, storing: StorageKinds, micro_batches: int = 1) -> TensorBytes:
     held = (name for name in sharding.names() if sharding.holds(name, rank))
-    return reduce(Share.plus, (of_tensor(sharding, name, rank, storing, micro_batches) for name in held), NOTHING)
+    return reduce(TensorBytes.plus, (of_tensor(sharding, name, rank, storing, micro_batches) for name in held), NOTHING)

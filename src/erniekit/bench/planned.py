@@ -19,7 +19,8 @@ from erniekit.data.types import Batch
 from erniekit.errors import ErnieKitError
 from erniekit.parallel.mesh import Layout
 from erniekit.planner.cards import CARDS, rates_of
-from erniekit.planner.evaluate import Candidate, Site, evaluate
+from erniekit.planner.device_pool import DevicePool
+from erniekit.planner.evaluate import Candidate, evaluate
 from erniekit.planner.job import Job
 from erniekit.planner.memory import GIB
 from erniekit.recipes import plan_check
@@ -84,7 +85,7 @@ def plan_of(record: Record, card: str = "h200") -> Candidate:
         keys = run_keys(work, Path(name), "bf16", record.keys)
         cfg = load([f"{key}={value}" for key, value in keys.items()], "train")
         job = job_of(cfg, shape_of(cfg), work.rows.count)
-    site = Site(CARDS[card], rates_of(CARDS[card]), 1, limit=float("inf"))
+    site = DevicePool(CARDS[card], rates_of(CARDS[card]), 1, limit=float("inf"))
     return evaluate(_with(job, record.facts), Layout(), site, exact=True)
 
 

@@ -16,7 +16,7 @@ ROUTED = 24  # bytes a choice: its id, its row, its place, its weight and that w
 
 
 @dataclass(frozen=True)
-class Cuts:
+class ActivationCuts:
     """How the axes of a layout cut what a rank keeps. rows: of each expert's tokens, over the balanced number."""
 
     tp: int = 1
@@ -26,7 +26,7 @@ class Cuts:
 
 
 @dataclass(frozen=True)
-class Kernels:
+class LayerKernels:
     """Which path computes layers. bytes: of a number that is computed with."""
 
     fused: bool = True
@@ -35,11 +35,11 @@ class Kernels:
     rows_fp8: bool = False  # experts multiply rows rounded to fp8
 
 
-UNCUT = Cuts()
-FUSED = Kernels()
+UNCUT = ActivationCuts()
+FUSED = LayerKernels()
 
 
-def kept(c: DecoderConfig, sparse: bool, cuts: Cuts = UNCUT, kernels: Kernels = FUSED) -> float:
+def kept(c: DecoderConfig, sparse: bool, cuts: ActivationCuts = UNCUT, kernels: LayerKernels = FUSED) -> float:
     """Bytes a token of a layer that is not recomputed."""
     H, D, tp, r = c.hidden_size, c.head_dim, cuts.tp, kernels.rank
     wide = H / tp if cuts.sequence_parallel else H  # what lies between the matrices
@@ -62,12 +62,12 @@ def kept(c: DecoderConfig, sparse: bool, cuts: Cuts = UNCUT, kernels: Kernels = 
     return kernels.bytes * values + LSE * heads + ROUTED * rows + 8 * m.experts
 
 
-def start(c: DecoderConfig, cuts: Cuts = UNCUT, kernels: Kernels = FUSED) -> float:
+def start(c: DecoderConfig, cuts: ActivationCuts = UNCUT, kernels: LayerKernels = FUSED) -> float:
     """Bytes a token that a recomputed layer keeps: its input."""
     return kernels.bytes * c.hidden_size / (cuts.tp if cuts.sequence_parallel else 1)
 
 
-def part_kept(c: DecoderConfig, sparse: bool, granularity: str, cuts: Cuts, kernels: Kernels) -> float:
+def part_kept(c: DecoderConfig, sparse: bool, granularity: str, cuts: ActivationCuts, kernels: LayerKernels) -> float:
     """The same with a part of the layer recomputed: full, full_attn, core_attn (selective)."""
     if granularity == "full":
         return start(c, cuts, kernels)
@@ -78,7 +78,7 @@ def part_kept(c: DecoderConfig, sparse: bool, granularity: str, cuts: Cuts, kern
     return whole - LSE * heads
 
 
-def working(c: DecoderConfig, sparse: bool, cuts: Cuts = UNCUT, kernels: Kernels = FUSED) -> float:
+def working(c: DecoderConfig, sparse: bool, cuts: ActivationCuts = UNCUT, kernels: LayerKernels = FUSED) -> float:
     """Bytes a token that backward of one layer holds at its widest, besides what forward kept: the gradients of an
     MLP's two wide tensors and what is formed again for them; or attention's fp32 sums, where those are more."""
     H, tp = c.hidden_size, cuts.tp

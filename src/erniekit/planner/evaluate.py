@@ -10,16 +10,17 @@ from typing import Any
 
 from erniekit.parallel.mesh import Layout
 from erniekit.parallel.pipeline_actions import most_in_flight
-from erniekit.planner.activations import Cuts, Kernels
+from erniekit.planner.activations import ActivationCuts, LayerKernels
+from erniekit.planner.device_pool import DevicePool
 from erniekit.planner.job import Job, keys_of
 from erniekit.planner.memory import (
     FLAT,
     GIB,
     ROUNDING,
-    Bytes,
-    Counted,
-    Held,
-    Work,
+    HeldBytes,
+    PeakBytes,
+    RankWork,
+    WeighedWork,
     bytes_of,
     counted,
     peak,
@@ -28,8 +29,7 @@ from erniekit.planner.memory import (
     rounded,
 )
 from erniekit.planner.schedule import StageTimes
-from erniekit.planner.site import Site as Site
-from erniekit.planner.static_bytes import Share
+from erniekit.planner.static_bytes import TensorBytes
 from erniekit.planner.step_time import NOT_TIMED, layers_cut, pipeline_stages, timed
 
 
@@ -39,7 +39,7 @@ class Candidate:
     micro_batches: int
     problem: str = ""  # why it cannot be; empty: it fits
     family: str = ""  # what kind of problem, for the summary
-    stages: tuple[Bytes, ...] = ()  # of the fullest rank of each pipeline rank, routing balanced
+    stages: tuple[PeakBytes, ...] = ()  # of the fullest rank of each pipeline rank, routing balanced
     worst: float = 0.0  # bytes of the fullest rank where every token of a step's ranks goes to its experts
     again: tuple[int, ...] = ()  # layers computed again, by number
     seconds: float = 0.0
@@ -52,11 +52,11 @@ class Candidate:
     times: StageTimes | None = None  # of its pipeline
 
     @cached_property  # a search reads it several times of every layout
-    def most(self) -> Bytes:
+    def most(self) -> PeakBytes:
         return max(self.stages, key=lambda stage: stage.total)
 
 
-def evaluate(job: Job, layout: Layout, place: Site, exact: bool = False) -> Candidate:
+def evaluate(job: Job, layout: Layout, place: DevicePool, exact: bool = False) -> Candidate:
     """exact: of every pipeline rank, its pipeline replayed, with the keys and the worst routing that a person reads.
     Otherwise what a search compares: of the ranks that may be the fullest, its pipeline estimated."""
     micro_batches = job.micro_batches(layout)
@@ -92,7 +92,7 @@ def evaluate(job: Job, layout: Layout, place: Site, exact: bool = False) -> Cand
     return replace(made, keys=written_keys(job, made)) if exact else made
 
 
-def computed_again(job: Job, layout: Layout, room: float, fused: bool) -> tuple[tuple[int, ...], Bytes]:
+def computed_again(job: Job, layout: Layout, room: float, fused: bool) -> tuple[tuple[int, ...], PeakBytes]:
     """The layers that must be, by number, so that every rank's bytes fit `room`, and the bytes of the fullest."""
     each = list(_of_ranks(job, layout, range(layout.pp), room, fused))
     most = max((rounded(bytes_of(job.model, held, work)) for held, work, _ in each), key=lambda one: one.total)
@@ -101,7 +101,7 @@ def computed_again(job: Job, layout: Layout, room: float, fused: bool) -> tuple[
 
 def _of_ranks(
     job: Job, layout: Layout, ranks: Iterable[int], room: float, fused: bool
-) -> Iterator[tuple[Held, Counted, list[int]]]:
+) -> Iterator[tuple[HeldBytes, WeighedWork, list[int]]]:
     """Of each pipeline rank: what it holds, what it computes, and the layers that it computes again to fit `room`."""
     micro_batches, stages = job.micro_batches(layout), pipeline_stages(job, layout)
     works, helds = _works(job, layout, micro_batches, fused), _helds(job, layout, micro_batches)
@@ -112,7 +112,7 @@ def _of_ranks(
         yield held, works(rank, count, how), numbers[:count]
 
 
-def largest(found: Bytes) -> str:
+def largest(found: PeakBytes) -> str:
     """What takes the most, as text."""
     named = sorted(zip(found, found._fields), reverse=True)[:2]
     return ", ".join(f"{name} {size / GIB:.0f}" for size, name in named)
@@ -132,43 +132,43 @@ def written_keys(job: Job, made: Candidate) -> dict[str, Any]:
     return keys
 
 
-def _helds(job: Job, layout: Layout, micro_batches: int) -> Callable[[int], Held]:
+def _helds(job: Job, layout: Layout, micro_batches: int) -> Callable[[int], HeldBytes]:
     """rank -> what it holds: computed once for all layouts that cut tensors alike and have as many layers of each kind
     there."""
     stages, last = pipeline_stages(job, layout), layout.pp - 1
     like = ("held", job.blocks.cut(layout, micro_batches), layout.sharding_stage, last > 0, micro_batches > 1)
     known = job.known.setdefault((*like, layout.size > 1), {})
 
-    def held(rank: int) -> Held:
+    def held(rank: int) -> HeldBytes:
         numbers = stages.numbers[rank]
         key = (rank == 0, rank == last, len(numbers), stages.sparse[rank])
         if key not in known:
             known[key] = held_of(job, layout, numbers, rank == 0, rank == last, micro_batches)[0]
-        found: Held = known[key]
+        found: HeldBytes = known[key]
         return found
 
     return held
 
 
-def _works(job: Job, layout: Layout, micro_batches: int, fused: bool) -> Callable[[int, int, str], Counted]:
+def _works(job: Job, layout: Layout, micro_batches: int, fused: bool) -> Callable[[int, int, str], WeighedWork]:
     """(rank, layers computed again, how) -> what it computes: once for all layouts that cut layers alike."""
     stages, tokens = pipeline_stages(job, layout), job.rows * job.length // layout.cp
     like = ("work", *layers_cut(layout), micro_batches if layout.pp > 1 else 1, fused)
     known = job.known.setdefault(like, {})
 
-    def works(rank: int, count: int, how: str) -> Counted:
+    def works(rank: int, count: int, how: str) -> WeighedWork:
         key = (rank, count, how)
         if key not in known:
             work = work_of(job, layout, stages.numbers[rank], rank, micro_batches, tokens, fused)
             known[key] = counted(job.model, recomputing(work, count, how))
-        found: Counted = known[key]
+        found: WeighedWork = known[key]
         return found
 
     return works
 
 
 def _recomputed(
-    job: Job, held: Held, layers: int, works: Callable[[int, int, str], Counted], rank: int, room: float
+    job: Job, held: HeldBytes, layers: int, works: Callable[[int, int, str], WeighedWork], rank: int, room: float
 ) -> int:
     """Of a rank's layers those that are computed again: as the recipe sets, or as few as fit."""
     if job.recomputed is not None:
@@ -190,7 +190,7 @@ def _recomputed(
 
 def held_of(
     job: Job, layout: Layout, numbers: list[int], first: bool, last: bool, micro_batches: int
-) -> tuple[Held, Share]:
+) -> tuple[HeldBytes, TensorBytes]:
     blocks, storing = job.blocks, job.blocks.storing
     share = blocks.stage(layout, numbers, first, last, micro_batches)
     layer = blocks.largest_layer(layout, numbers, micro_batches)
@@ -211,7 +211,7 @@ def held_of(
         trained = each["embed"].reduced if blocks.sharding.embeds_last else each["last"].reduced
         head = 4.0 * trained
     gradients = layer.gradients if storing.in_backward else share.gradients
-    return Held(
+    return HeldBytes(
         weights=(0.0 if storing.shards_away else share.weights) + teacher_bytes(job),
         optimiser=0.0 if away else states,
         gradients=gradients,
@@ -228,12 +228,12 @@ def held_of(
 
 def work_of(
     job: Job, layout: Layout, numbers: list[int], rank: int, micro_batches: int, tokens: int, fused: bool
-) -> Work:
+) -> RankWork:
     last = rank == layout.pp - 1
     in_flight = 1.0
     if layout.pp > 1:
         in_flight = most_in_flight(layout.pp, layout.virtual_stages, micro_batches, rank)
-    return Work(
+    return RankWork(
         layers=tuple(job.blocks.sparse[n] for n in numbers),
         tokens=tokens,
         in_flight=in_flight,
@@ -241,7 +241,7 @@ def work_of(
         head_tokens=ceil(tokens * job.trained) if last else 0,
         vocabulary=ceil(job.model.outputs / layout.tp),
         cuts=cuts_of(layout),
-        kernels=Kernels(fused and job.compute == 2, job.rank, job.compute, job.in_fp8("experts")),
+        kernels=LayerKernels(fused and job.compute == 2, job.rank, job.compute, job.in_fp8("experts")),
         vision_kept=job.vision_kept / (layout.tp * layout.cp)
         if rank == 0
         else 0.0,  # pictures are dealt out among those ranks
@@ -262,10 +262,10 @@ def _compared(job: Job, tokens: int) -> float:
     return tokens * job.teacher.hidden_size * job.compute + 7.0 * 4 * rows * job.teacher.vocab_size
 
 
-def cuts_of(layout: Layout) -> Cuts:
+def cuts_of(layout: Layout) -> ActivationCuts:
     rows = 1.0 / layout.tp if layout.experts_over in ("tp", "world") else 1.0
     inside = layout.tp if layout.experts_over in ("none", "data") else 1
-    return Cuts(layout.tp, layout.sequence_parallel, inside, rows)
+    return ActivationCuts(layout.tp, layout.sequence_parallel, inside, rows)
 
 
 def _worst_rows(job: Job, layout: Layout) -> float:

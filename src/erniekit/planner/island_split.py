@@ -14,7 +14,7 @@ from erniekit.models.costs import layer_products
 from erniekit.parallel.mesh import Layout
 from erniekit.planner.evaluate import held_of, work_of
 from erniekit.planner.job import Job
-from erniekit.planner.memory import GIB, USABLE, Bytes, recomputing, rounded, step_bytes
+from erniekit.planner.memory import GIB, USABLE, PeakBytes, recomputing, rounded, step_bytes
 
 
 def even_time(seconds: Sequence[float], extra: Sequence[float], most: Sequence[int], layers: int) -> list[int]:
@@ -42,7 +42,7 @@ def head_in_layers(c: DecoderConfig) -> float:
 
 def fitted(
     job: Job, layout: Layout, seconds: Sequence[float], rooms: Sequence[float], triton: Sequence[bool]
-) -> tuple[list[int], list[Bytes]]:
+) -> tuple[list[int], list[PeakBytes]]:
     """Layers of each stage, and what a rank there holds. seconds, rooms (bytes of a device) and triton: of each stage's
     devices. A stage that would not fit has fewer layers, and the others take them."""
     c, stages = job.model, layout.pp
@@ -65,7 +65,7 @@ def fitted(
             most[s] = counts[s] - 1
 
 
-def stage_bytes(job: Job, layout: Layout, counts: Sequence[int], triton: Sequence[bool]) -> list[Bytes]:
+def stage_bytes(job: Job, layout: Layout, counts: Sequence[int], triton: Sequence[bool]) -> list[PeakBytes]:
     m = job.micro_batches(layout)
     bounds = [0, *accumulate(counts)]
     tokens = job.rows * job.length // layout.cp

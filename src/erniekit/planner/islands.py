@@ -16,16 +16,17 @@ from erniekit.errors import PlanError
 from erniekit.parallel.mesh import Layout
 from erniekit.planner import timing
 from erniekit.planner.cluster import Cluster
-from erniekit.planner.evaluate import Candidate, Site, held_of, work_of, written_keys
+from erniekit.planner.device_pool import DevicePool
+from erniekit.planner.evaluate import Candidate, held_of, work_of, written_keys
 from erniekit.planner.job import Job
-from erniekit.planner.memory import GIB, Bytes, layers_of, recomputing, rounded, step_bytes
+from erniekit.planner.memory import GIB, PeakBytes, layers_of, recomputing, rounded, step_bytes
 from erniekit.planner.schedule import StageTimes, step_seconds
 from erniekit.planner.search import Ranking, divisors
 
 MOST_STAGES = 64
 
 
-def across(job: Job, cluster: Cluster, places: Sequence[Site]) -> Ranking:
+def across(job: Job, cluster: Cluster, places: Sequence[DevicePool]) -> Ranking:
     """Every stage size that all islands divide by, with tensor and data parallelism inside a stage."""
     if job.data_only:
         raise PlanError(
@@ -92,7 +93,7 @@ def split(weights: Sequence[float], layers: int) -> list[int]:
     return counts
 
 
-def _evaluate(job: Job, layout: Layout, stages: Sequence[Site], between: float) -> Candidate:
+def _evaluate(job: Job, layout: Layout, stages: Sequence[DevicePool], between: float) -> Candidate:
     """With layers in proportion to speed; where an island has too little memory for its share, the others take more."""
     speeds = [place.rates.dense for place in stages]
     weights = list(speeds)
@@ -108,13 +109,13 @@ def _evaluate(job: Job, layout: Layout, stages: Sequence[Site], between: float) 
 
 
 def _with(
-    job: Job, layout: Layout, stages: Sequence[Site], counts: Sequence[int], between: float
+    job: Job, layout: Layout, stages: Sequence[DevicePool], counts: Sequence[int], between: float
 ) -> tuple[Candidate, set[int]]:
     m = job.micro_batches(layout)
     bounds = [0, *accumulate(counts)]
     layout = replace(layout, stage_cuts=tuple(bounds[1:-1]))
     tokens = job.rows * job.length
-    found: list[Bytes] = []
+    found: list[PeakBytes] = []
     over, again, forward, backward, sends, update = set(), [], [], [], [], 0.0
     for rank, place in enumerate(stages):
         numbers = list(range(bounds[rank], bounds[rank + 1]))
@@ -128,7 +129,7 @@ def _with(
         found.append(taken)
         if taken.total > place.room:
             over.add(rank)
-        links = timing.Links(place.rates, place.devices)
+        links = timing.LinkRates(place.rates, place.devices)
         kinds = {s: timing.layer_time(job, s, layout, tokens, place.rates, links) for s in set(work.layers)}
         f = sum(kinds[s].forward for s in layers_of(job.model, numbers))
         b = sum(kinds[s].backward for s in layers_of(job.model, numbers)) + (f if every else 0.0)

@@ -8,14 +8,14 @@ from typing import Any
 from erniekit.kernels.stored import multiplied_in_fp8
 from erniekit.models.config import DecoderConfig
 from erniekit.parallel.mesh import CONFIG_KEYS, Layout
-from erniekit.planner.static_bytes import Blocks
+from erniekit.planner.static_bytes import TensorBlocks
 from erniekit.weight_kinds import BF16, PLAIN, kinds_of
 
 
 @dataclass(frozen=True)
 class Job:
     model: DecoderConfig
-    blocks: Blocks
+    blocks: TensorBlocks
     rows: int  # packs of a micro-batch on one data rank
     length: int  # tokens of a pack
     packs: int  # of a step, on all ranks together

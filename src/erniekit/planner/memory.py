@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from erniekit.models.config import DecoderConfig
-from erniekit.planner.activations import FUSED, UNCUT, Cuts, Kernels, kept, part_kept, start, working
+from erniekit.planner.activations import FUSED, UNCUT, ActivationCuts, LayerKernels, kept, part_kept, start, working
 
 GIB = 1024**3
 WORKSPACE = 0.5 * GIB  # of products, attention and small tensors on an accelerator: fitted to peaks of docs/planner.md
@@ -20,7 +20,7 @@ ROUNDING = 1.02  # blocks of the allocator over the requested bytes
 FLAT = 64 * 1024 * 1024 * 4.0  # bytes of gradients that are summed over ranks in one call
 
 
-class Bytes(NamedTuple):
+class PeakBytes(NamedTuple):
     """Of one rank, in bytes, at the moment of a step that takes the most."""
 
     weights: float = 0.0
@@ -49,7 +49,7 @@ class Bytes(NamedTuple):
         return {name: value / GIB for name, value in zip(self._fields, self)} | {"total": self.total / GIB}
 
 
-class Held(NamedTuple):
+class HeldBytes(NamedTuple):
     """What a rank holds whatever it computes, and how gradients come to be. In bytes."""
 
     weights: float  # as stored, packed or not
@@ -66,7 +66,7 @@ class Held(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Work:
+class RankWork:
     """What a rank computes. layers: whether each one of its layers has experts, in order."""
 
     layers: tuple[bool, ...]
@@ -77,13 +77,13 @@ class Work:
     head_tokens: int = 0  # of a micro-batch, that reach the head
     vocabulary: int = 0  # columns of the head here
     pairs: bool = False  # DPO: the head's gradient waits for both answers
-    cuts: Cuts = UNCUT
-    kernels: Kernels = field(default_factory=lambda: FUSED)
+    cuts: ActivationCuts = UNCUT
+    kernels: LayerKernels = field(default_factory=lambda: FUSED)
     vision_kept: float = 0.0  # bytes that a vision tower and its resampler keep of a micro-batch, where they are here
     compared: float = 0.0  # bytes of a teacher's states and of both models' logits while the loss is formed
 
 
-class Kept(NamedTuple):
+class KeptBytes(NamedTuple):
     """What layers keep of one micro-batch, in bytes."""
 
     all: float  # from forward to backward, of all layers
@@ -94,83 +94,83 @@ class Kept(NamedTuple):
     done: float  # share of the layers after that one
 
 
-# Bytes of gradients, of the optimiser's states, of activations, of logits. Numbers rather than `Bytes`, of which a
+# Bytes of gradients, of the optimiser's states, of activations, of logits. Numbers rather than `PeakBytes`, of which a
 # search would make hundreds of thousands to read their totals.
 Parts = tuple[float, float, float, float]
-Moment = Callable[[DecoderConfig, Held, Work, Kept], Parts]
+Moment = Callable[[DecoderConfig, HeldBytes, RankWork, KeptBytes], Parts]
 
 
-class Counted(NamedTuple):
+class WeighedWork(NamedTuple):
     """Work and what its layers keep; also without rows of routed experts, where there are some."""
 
-    work: Work
-    kept: Kept
-    unrouted: tuple[Work, Kept] | None
+    work: RankWork
+    kept: KeptBytes
+    unrouted: tuple[RankWork, KeptBytes] | None
 
 
-def counted(c: DecoderConfig, work: Work) -> Counted:
+def counted(c: DecoderConfig, work: RankWork) -> WeighedWork:
     unrouted = None
     if any(work.layers):
         without = replace(work, cuts=replace(work.cuts, rows=0.0))
         unrouted = without, _kept(c, without)
-    return Counted(work, _kept(c, work), unrouted)
+    return WeighedWork(work, _kept(c, work), unrouted)
 
 
-def step_bytes(c: DecoderConfig, held: Held, work: Work) -> Bytes:
+def step_bytes(c: DecoderConfig, held: HeldBytes, work: RankWork) -> PeakBytes:
     """At the moment that takes the most."""
     return bytes_of(c, held, counted(c, work))
 
 
-def bytes_of(c: DecoderConfig, held: Held, work: Counted) -> Bytes:
+def bytes_of(c: DecoderConfig, held: HeldBytes, work: WeighedWork) -> PeakBytes:
     _, (gradients, optimiser, activations, logits), moment = _fullest(c, held, work.work, work.kept)
     routed = 0.0
     if work.unrouted is not None:
         routed = max(0.0, activations - moment(c, held, *work.unrouted)[2])
-    return Bytes(
+    return PeakBytes(
         _weights(held), gradients, optimiser, activations - routed, logits, experts=routed,
         communication=held.buffers, workspace=WORKSPACE,
     )  # fmt: skip
 
 
-def rounded(found: Bytes) -> Bytes:
+def rounded(found: PeakBytes) -> PeakBytes:
     """With what the allocator's blocks are larger."""
-    return Bytes(
+    return PeakBytes(
         found.weights, found.gradients, found.optimiser, found.activations, found.logits, found.experts,
         found.communication, found.workspace, (ROUNDING - 1) * found.total,
     )  # fmt: skip
 
 
-def peak(c: DecoderConfig, held: Held, work: Work) -> float:
+def peak(c: DecoderConfig, held: HeldBytes, work: RankWork) -> float:
     """Only the total, for a search."""
     return _fullest(c, held, work, _kept(c, work))[0]
 
 
-def peak_of(c: DecoderConfig, held: Held, work: Counted) -> float:
+def peak_of(c: DecoderConfig, held: HeldBytes, work: WeighedWork) -> float:
     return _fullest(c, held, work.work, work.kept)[0]
 
 
-def _fullest(c: DecoderConfig, held: Held, work: Work, kept_here: Kept) -> tuple[float, Parts, Moment]:
+def _fullest(c: DecoderConfig, held: HeldBytes, work: RankWork, kept_here: KeptBytes) -> tuple[float, Parts, Moment]:
     """The total of the moment that takes the most, what it is made of, and the moment."""
     weights, buffers = _weights(held), held.buffers
     most = -1.0
     for moment in MOMENTS:
         parts = moment(c, held, work, kept_here)
         gradients, optimiser, activations, logits = parts
-        total = weights + gradients + optimiser + activations + logits + buffers + WORKSPACE  # in the order of Bytes
+        total = weights + gradients + optimiser + activations + logits + buffers + WORKSPACE  # in the order of PeakBytes
         if total > most:
             most, found = total, (parts, moment)
     return most, *found
 
 
-def _weights(held: Held) -> float:
+def _weights(held: HeldBytes) -> float:
     return held.weights + held.gathered + held.unpacked
 
 
-def _kept(c: DecoderConfig, work: Work) -> Kept:
+def _kept(c: DecoderConfig, work: RankWork) -> KeptBytes:
     """Like layers are counted once. A layer that is computed again has all of itself while backward is in it."""
     layers = list(zip(work.layers, work.again or ("",) * len(work.layers), strict=True))
     if not layers:
-        return Kept(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        return KeptBytes(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     each, inside = {}, {}
     for sparse, how in dict.fromkeys(layers):
         whole = kept(c, sparse, work.cuts, work.kernels)
@@ -181,7 +181,7 @@ def _kept(c: DecoderConfig, work: Work) -> Kept:
     redone = len(work.again) - work.again.count("")  # the first ones
     ended = set(layers[redone:]) or {layers[-1]}
     tokens = work.tokens
-    return Kept(
+    return KeptBytes(
         all=tokens * _sum(each, layers),
         first=tokens * each[layers[0]],
         inside=tokens * max(inside.values()),
@@ -195,7 +195,7 @@ def _sum(each: dict[tuple[bool, str], float], layers: list[tuple[bool, str]]) ->
     return sum([layers.count(kind) * size for kind, size in each.items()])
 
 
-def _at_loss(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> Parts:
+def _at_loss(c: DecoderConfig, held: HeldBytes, work: RankWork, layers: KeptBytes) -> Parts:
     before = held.gradients if held.from_start else 0.0
     hidden = 2.0 * c.hidden_size * work.kernels.bytes * work.tokens  # the last layer's output, and its gradient
     logits = 0.0
@@ -208,7 +208,7 @@ def _at_loss(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> Parts:
     return before, held.optimiser, activations, logits + work.compared
 
 
-def _at_first(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> Parts:
+def _at_first(c: DecoderConfig, held: HeldBytes, work: RankWork, layers: KeptBytes) -> Parts:
     before = held.gradients if held.from_start else 0.0
     hidden = c.hidden_size * work.kernels.bytes * work.tokens
     activations = work.in_flight * (layers.all + work.vision_kept) + hidden + layers.last_inside
@@ -216,7 +216,7 @@ def _at_first(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> Parts:
     return gradients, held.optimiser, activations, 0.0
 
 
-def _at_first_again(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> Parts:
+def _at_first_again(c: DecoderConfig, held: HeldBytes, work: RankWork, layers: KeptBytes) -> Parts:
     """Where backward comes to the layers that are computed again: those after them keep nothing any more."""
     before = held.gradients if held.from_start else held.gradients * layers.done
     hidden = c.hidden_size * work.kernels.bytes * work.tokens
@@ -226,20 +226,20 @@ def _at_first_again(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> P
     return gradients, held.optimiser, activations, 0.0
 
 
-def _at_last(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> Parts:
+def _at_last(c: DecoderConfig, held: HeldBytes, work: RankWork, layers: KeptBytes) -> Parts:
     rest = max(0.0, work.in_flight - 1) * layers.all + layers.first
     extra = held.layer_gradients if held.from_start else 0.0
     return held.gradients + extra, held.optimiser, rest + work.in_flight * work.vision_kept + layers.inside, 0.0
 
 
-def _at_update(c: DecoderConfig, held: Held, work: Work, layers: Kept) -> Parts:
+def _at_update(c: DecoderConfig, held: HeldBytes, work: RankWork, layers: KeptBytes) -> Parts:
     return held.gradients, held.optimiser + held.staged, 0.0, 0.0
 
 
 MOMENTS: tuple[Moment, ...] = (_at_loss, _at_first, _at_first_again, _at_last, _at_update)
 
 
-def fewest_recomputed(c: DecoderConfig, held: Held, work: Work, limit: float) -> int:
+def fewest_recomputed(c: DecoderConfig, held: HeldBytes, work: RankWork, limit: float) -> int:
     """How many layers, the first ones, must be computed again for a step to fit `limit` bytes; all, where none do."""
     count = len(work.layers)
     for number in range(count + 1):
@@ -248,7 +248,7 @@ def fewest_recomputed(c: DecoderConfig, held: Held, work: Work, limit: float) ->
     return count
 
 
-def recomputing(work: Work, number: int, how: str = "full") -> Work:
+def recomputing(work: RankWork, number: int, how: str = "full") -> RankWork:
     again = ("",) * len(work.layers) if not number else _first(len(work.layers), number, how)
     return replace(work, again=again if number else ())
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from erniekit.errors import PlanError
 from erniekit.parallel.mesh import Layout, fit
-from erniekit.planner.evaluate import Candidate, Site, evaluate
+from erniekit.planner.device_pool import DevicePool
+from erniekit.planner.evaluate import Candidate, evaluate
 from erniekit.planner.job import Job
 
 REPLAYED = 24  # of the fastest by estimate, at least
@@ -90,7 +91,7 @@ def _experts(job: Job, one: Layout) -> Iterator[Layout]:
         yield Layout(*cut, *sharing, kind, 0 if degree == pool else degree)
 
 
-def search(job: Job, place: Site, ranks: int, shown: int = 0) -> Ranking:
+def search(job: Job, place: DevicePool, ranks: int, shown: int = 0) -> Ranking:
     """shown: how many of the fastest a person will read, or take."""
     fits: list[Candidate] = []
     failed: dict[str, list[Candidate]] = {}
@@ -142,7 +143,7 @@ def _rejected(failed: dict[str, list[Candidate]], fitting: set[str]) -> dict[str
     return dict(sorted(out.items(), key=lambda item: -item[1][0]))
 
 
-def smallest(job: Job, site: Site, most: int) -> int | None:
+def smallest(job: Job, site: DevicePool, most: int) -> int | None:
     """The fewest like devices on which some layout fits: powers of two, then by whole machines between the last that
     did not fit and the first that does. None: not even twice `most`. Of a batch that divides over any number of ranks:
     the number of devices matters, not whether packs come out even."""
@@ -173,7 +174,7 @@ def least_bytes(job: Job) -> float:
     )
 
 
-def _any_fits(job: Job, site: Site, ranks: int) -> bool:
+def _any_fits(job: Job, site: DevicePool, ranks: int) -> bool:
     """Of the layouts that spread most: weights and states, or what is kept of a row."""
     every = list(layouts(job, ranks, min(site.devices, ranks)))
     tried = [one for order in (_states_spread, _rows_spread) for one in sorted(every, key=order)[: SPREAD // 2]]

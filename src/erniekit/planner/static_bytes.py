@@ -1,6 +1,6 @@
 """Bytes of weights, gradients and optimiser states that a rank holds, from the sharding table the trainer works from.
 
-`of_tensor` is exact. `Blocks` does the same for a search: of like layers one is counted, and of like ranks the first,
+`of_tensor` is exact. `TensorBlocks` does the same for a search: of like layers one is counted, and of like ranks the first,
 which has the largest share of everything. Called by evaluate.py; tests count real ranks against it.
 """
 
@@ -26,7 +26,7 @@ STAGED = 5
 
 
 @dataclass(frozen=True)
-class Storing:
+class StorageKinds:
     """How a run stores its tensors, by the keys that decide it. Names are the sharding's."""
 
     trained: frozenset[str]
@@ -43,7 +43,9 @@ class Storing:
     fused: bool = True  # an update that takes gradients in 16 bit
 
 
-class Share(NamedTuple):  # a tuple, as a search makes tens of thousands and a frozen dataclass takes five times as long
+class TensorBytes(
+    NamedTuple
+):  # a tuple, as a search makes tens of thousands and a frozen dataclass takes five times as long
     """Of one rank and a set of tensors, in bytes."""
 
     weights: float = 0.0
@@ -57,33 +59,33 @@ class Share(NamedTuple):  # a tuple, as a search makes tens of thousands and a f
     largest: float = 0.0  # packed weight, unpacked
     widest: tuple[float, ...] = ()  # states of the tensors that have the most, STAGED of them
 
-    def plus(self, other: Share) -> Share:
+    def plus(self, other: TensorBytes) -> TensorBytes:
         a, b, c, d, e, f, g, h, largest, widest = self
         A, B, C, D, E, F, G, H, other_largest, other_widest = other
-        return Share(
+        return TensorBytes(
             a + A, b + B, c + C, d + D, e + E, f + F, g + G, h + H,
             largest if largest >= other_largest else other_largest, _most(widest + other_widest),
         )  # fmt: skip
 
-    def times(self, count: int) -> Share:
+    def times(self, count: int) -> TensorBytes:
         if count == 1:
             return self
         if not count:
             return NOTHING
         a, b, c, d, e, f, g, h, largest, widest = self
-        return Share(
+        return TensorBytes(
             count * a, count * b, count * c, count * d, count * e, count * f, count * g, count * h, largest, widest
         )  # fmt: skip
 
 
-NOTHING = Share()
+NOTHING = TensorBytes()
 
 
 def _most(sizes: tuple[float, ...]) -> tuple[float, ...]:
     return sizes if len(sizes) < 2 else tuple(sorted(sizes, reverse=True)[:STAGED])
 
 
-def of_tensor(sharding: Sharding, name: str, rank: int, storing: Storing, micro_batches: int = 1) -> Share:
+def of_tensor(sharding: Sharding, name: str, rank: int, storing: StorageKinds, micro_batches: int = 1) -> TensorBytes:
     layout = sharding.layout
     whole, local = sharding.rank_shapes(name, rank)
     before, count = prod(whole), prod(local)
@@ -91,16 +93,16 @@ def of_tensor(sharding: Sharding, name: str, rank: int, storing: Storing, micro_
     if name in storing.bits:
         rows, ranks = local[0] if local else 0, sharding.packed_ranks(name)
         size = count * storing.bits[name] / 8 + 4 * rows
-        return Share(weights=size / ranks, gathered=size if ranks > 1 else 0.0, largest=2.0 * count)
+        return TensorBytes(weights=size / ranks, gathered=size if ranks > 1 else 0.0, largest=2.0 * count)
     trained, four = name in storing.trained, storing.compute == 4 or name in storing.fp32
     wide = four or (sharded and trained)
     weights = count * (4 if wide else storing.compute) * (2 if storing.reference and trained else 1)
     gathered = before * (4 if name in storing.fp32 else storing.compute) if sharded else 0
     if not trained:
-        return Share(weights=weights, gathered=gathered)
+        return TensorBytes(weights=weights, gathered=gathered)
     master = 0.0 if wide else count * _master(storing, local)
     moments = _moments(sharding, name, local, storing) + 4
-    return Share(
+    return TensorBytes(
         weights=weights,
         master=master,
         moments=moments,
@@ -113,12 +115,12 @@ def of_tensor(sharding: Sharding, name: str, rank: int, storing: Storing, micro_
     )
 
 
-def _master(storing: Storing, shape: tuple[int, ...]) -> float:
+def _master(storing: StorageKinds, shape: tuple[int, ...]) -> float:
     kind = "exact16" if storing.masters == "none" and len(shape) != 2 else storing.masters
     return MASTER_BYTES[kind]
 
 
-def _moments(sharding: Sharding, name: str, local: tuple[int, ...], storing: Storing) -> float:
+def _moments(sharding: Sharding, name: str, local: tuple[int, ...], storing: StorageKinds) -> float:
     count = prod(local)
     if name in storing.one_moment:
         return 4.0 * count
@@ -137,7 +139,7 @@ def _block(sharding: Sharding, name: str) -> int:
     return block if block >= SMALLEST else 0
 
 
-def _gradient(layout: Layout, storing: Storing, wide: bool, micro_batches: int) -> float:
+def _gradient(layout: Layout, storing: StorageKinds, wide: bool, micro_batches: int) -> float:
     """Bytes of a kept gradient: in 16 bit only where one micro-batch on one rank is all there is."""
     several = micro_batches > 1 or layout.size > 1
     return 4.0 if wide or several or not storing.fused else float(storing.compute)
@@ -152,7 +154,7 @@ def _standard(kind: bool, sparse: tuple[bool, ...], trained: frozenset[str]) -> 
     return max((n for n, held in enumerate(sparse) if held == kind), key=lambda n: (counts[n], -n))
 
 
-class Cutting(NamedTuple):
+class CutKey(NamedTuple):
     """Equal for layouts that cut and store tensors alike."""
 
     tp: int
@@ -175,10 +177,10 @@ class Cutting(NamedTuple):
         return 0 if over == "world" else self.tp, shards, over, self.expert_ranks, self.expert_shards, self.several
 
 
-class Blocks:
+class TensorBlocks:
     """The tensors of a model by block: one dense layer, one with experts, and what is around them."""
 
-    def __init__(self, sharding: Sharding, sparse: tuple[bool, ...], storing: Storing) -> None:
+    def __init__(self, sharding: Sharding, sparse: tuple[bool, ...], storing: StorageKinds) -> None:
         self.sharding, self.sparse, self.storing = sharding, sparse, storing
         first = {kind: _standard(kind, sparse, storing.trained) for kind in dict.fromkeys(sparse)}
         self.names: dict[str, list[str]] = {"embed": [], "front": [], "last": [], "dense": [], "sparse": []}
@@ -197,11 +199,11 @@ class Blocks:
         self._alike = {block: self._counted_alike(names) for block, names in self.names.items()}
         self._experts = {block: any(map(sharding.is_expert, names)) for block, names in self.names.items()}
         self._packed = {*sharding.packed, *storing.bits}
-        self._last: tuple[Layout | None, int, Cutting] = (None, 0, Cutting(1, 1, "none", 1, 1, False, False))
-        self._known: dict[Cutting, dict[str, Share]] = {}
-        self._blocks: dict[tuple[object, ...], Share] = {}  # that have no experts
-        self._tensors: dict[tuple[object, ...], Share] = {}
-        self._stages: dict[tuple[object, ...], Share] = {}
+        self._last: tuple[Layout | None, int, CutKey] = (None, 0, CutKey(1, 1, "none", 1, 1, False, False))
+        self._known: dict[CutKey, dict[str, TensorBytes]] = {}
+        self._blocks: dict[tuple[object, ...], TensorBytes] = {}  # that have no experts
+        self._tensors: dict[tuple[object, ...], TensorBytes] = {}
+        self._stages: dict[tuple[object, ...], TensorBytes] = {}
 
     @property
     def counted(self) -> int:
@@ -224,21 +226,21 @@ class Blocks:
         rule, shape = self.sharding.rule(name), self.sharding.shape(name)
         return (plain, rule, shape, stored.bits.get(name), *(name in held for held in sets))
 
-    def cut(self, layout: Layout, micro_batches: int) -> Cutting:
+    def cut(self, layout: Layout, micro_batches: int) -> CutKey:
         if layout is self._last[0] and micro_batches == self._last[1]:  # asked for several times of each layout
             return self._last[2]
         ranks, over, shards = layout.expert_ranks, layout.experts_over, 1
         if layout.fsdp > 1:
             shards = layout.fsdp * layout.cp
         spread = shards > 1 and over in ("data", "world")
-        found = Cutting(
+        found = CutKey(
             layout.tp, shards, over, ranks, layout.expert_pool // ranks if spread else 1,
             bool(self._packed) and shards > 1 and layout.sharding_stage == 3, micro_batches > 1 or layout.size > 1,
         )  # fmt: skip
         self._last = (layout, micro_batches, found)
         return found
 
-    def shares(self, layout: Layout, micro_batches: int) -> dict[str, Share]:
+    def shares(self, layout: Layout, micro_batches: int) -> dict[str, TensorBytes]:
         """Of the first rank, by block."""
         key = self.cut(layout, micro_batches)
         if key not in self._known:
@@ -247,7 +249,7 @@ class Blocks:
             self._known[key] = {block: self._block(table, block, key, micro_batches) for block in self.names}
         return self._known[key]
 
-    def _block(self, table: Sharding, block: str, cut: Cutting, micro_batches: int) -> Share:
+    def _block(self, table: Sharding, block: str, cut: CutKey, micro_batches: int) -> TensorBytes:
         experts, others = cut.of_experts, cut.of_others
         whole = (block, others, cut.in_pieces)
         if not self._experts[block] and whole in self._blocks:
@@ -264,7 +266,7 @@ class Blocks:
             self._blocks[whole] = found
         return found
 
-    def stage(self, layout: Layout, numbers: Iterable[int], first: bool, last: bool, micro_batches: int) -> Share:
+    def stage(self, layout: Layout, numbers: Iterable[int], first: bool, last: bool, micro_batches: int) -> TensorBytes:
         """Of a rank with these layers."""
         held = [self.sparse[n] for n in numbers]
         sparse = held.count(True)
@@ -288,7 +290,7 @@ class Blocks:
         blocks = kinds | ({"embed", "front"} if first else set()) | ({"last"} if last else set())
         return max((sum(each[block].widest) for block in blocks), default=0.0)
 
-    def largest_layer(self, layout: Layout, numbers: Iterable[int], micro_batches: int) -> Share:
+    def largest_layer(self, layout: Layout, numbers: Iterable[int], micro_batches: int) -> TensorBytes:
         each = self.shares(layout, micro_batches)
         kinds = {self.sparse[n] for n in numbers}
         found = [each["sparse" if sparse else "dense"] for sparse in kinds]

@@ -11,10 +11,10 @@ from typing import NamedTuple
 from erniekit.parallel.mesh import Layout
 from erniekit.parallel.plan import share as even_share
 from erniekit.planner import timing
+from erniekit.planner.device_pool import DevicePool
 from erniekit.planner.job import Job
 from erniekit.planner.schedule import StageTimes, step_seconds
-from erniekit.planner.site import Site
-from erniekit.planner.static_bytes import Share
+from erniekit.planner.static_bytes import TensorBytes
 
 
 def stages_of(count: int, layout: Layout) -> list[range]:
@@ -24,7 +24,7 @@ def stages_of(count: int, layout: Layout) -> list[range]:
     return [range(a, b) for a, b in pairwise(bounds)]
 
 
-class Stages(NamedTuple):
+class PipelineStages(NamedTuple):
     """The layers of a pipeline."""
 
     layers: list[range]  # of each stage
@@ -33,14 +33,14 @@ class Stages(NamedTuple):
     fullest: list[int]  # ranks that may be: the first holds most micro-batches, the last the head, the second experts
 
 
-def pipeline_stages(job: Job, layout: Layout) -> Stages:
+def pipeline_stages(job: Job, layout: Layout) -> PipelineStages:
     key = ("stages", layout.pp, layout.virtual_stages, layout.stage_cuts)
     if key not in job.known:
         layers, pp = stages_of(job.model.num_layers, layout), layout.pp
         numbers = [[n for held in layers[rank::pp] for n in held] for rank in range(pp)]
         sparse = [sum(job.blocks.sparse[n] for n in held) for held in numbers]
-        job.known[key] = Stages(layers, numbers, sparse, sorted({0, 1, pp - 1} & set(range(pp))))
-    found: Stages = job.known[key]
+        job.known[key] = PipelineStages(layers, numbers, sparse, sorted({0, 1, pp - 1} & set(range(pp))))
+    found: PipelineStages = job.known[key]
     return found
 
 
@@ -52,7 +52,7 @@ def layers_cut(layout: Layout) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-class Computed(NamedTuple):
+class MicroBatchTimes(NamedTuple):
     """Seconds of one micro-batch."""
 
     forward: tuple[float, ...]  # of each stage
@@ -62,7 +62,9 @@ class Computed(NamedTuple):
     longest: float  # of a stage, the most
 
 
-def computed(job: Job, layout: Layout, place: Site, stages: list[range], again: tuple[int, ...]) -> Computed:
+def computed(
+    job: Job, layout: Layout, place: DevicePool, stages: list[range], again: tuple[int, ...]
+) -> MicroBatchTimes:
     """Once for all layouts that cut layers alike. The place is kept with what was computed of it, so that no other
     place gets its id."""
     _, known = job.known.setdefault(id(place), (place, {}))
@@ -71,22 +73,22 @@ def computed(job: Job, layout: Layout, place: Site, stages: list[range], again: 
         like = ("layers", layout.tp, layout.cp, layout.sequence_parallel, layout.experts_over, layout.expert_ranks)
         if like not in known:
             tokens = job.rows * job.length // layout.cp
-            args = (layout, tokens, place.rates, timing.Links(place.rates, place.devices))
+            args = (layout, tokens, place.rates, timing.LinkRates(place.rates, place.devices))
             known[like] = {sparse: timing.layer_time(job, sparse, *args) for sparse in set(job.blocks.sparse)}
         known[key] = _computed(job, layout, place, stages, again, known[like])
-    found: Computed = known[key]
+    found: MicroBatchTimes = known[key]
     return found
 
 
 def _computed(
     job: Job,
     layout: Layout,
-    place: Site,
+    place: DevicePool,
     stages: list[range],
     numbers: tuple[int, ...],
     kinds: dict[bool, timing.LayerTime],
-) -> Computed:
-    rates, links = place.rates, timing.Links(place.rates, place.devices)
+) -> MicroBatchTimes:
+    rates, links = place.rates, timing.LinkRates(place.rates, place.devices)
     tokens = job.rows * job.length // layout.cp
     sparse, again = job.blocks.sparse, set(numbers)
     forward, backward, waiting = [], [], 0.0
@@ -111,10 +113,10 @@ def _computed(
         backward.append(b * slow)
     each = [f + b for f, b in zip(forward, backward)]
     slowest = max(sum(each[rank :: layout.pp]) for rank in range(layout.pp))
-    return Computed(tuple(forward), tuple(backward), waiting, slowest, max(each))
+    return MicroBatchTimes(tuple(forward), tuple(backward), waiting, slowest, max(each))
 
 
-class Timed(NamedTuple):
+class StepTimes(NamedTuple):
     """As `Candidate` has them."""
 
     seconds: float
@@ -125,13 +127,13 @@ class Timed(NamedTuple):
     piped: StageTimes | None
 
 
-NOT_TIMED = Timed(0.0, 0.0, 0.0, 0.0, False, None)
+NOT_TIMED = StepTimes(0.0, 0.0, 0.0, 0.0, False, None)
 
 
-def timed(job: Job, layout: Layout, m: int, again: tuple[int, ...], place: Site, exact: bool) -> Timed:
+def timed(job: Job, layout: Layout, m: int, again: tuple[int, ...], place: DevicePool, exact: bool) -> StepTimes:
     """m: micro-batches."""
     rates, stages = place.rates, pipeline_stages(job, layout).layers
-    links = timing.Links(rates, place.devices)
+    links = timing.LinkRates(rates, place.devices)
     tokens = job.rows * job.length // layout.cp
     found = computed(job, layout, place, stages, again)
     hidden = tokens * job.model.hidden_size * job.compute / (layout.tp if layout.sequence_parallel else 1)
@@ -148,7 +150,7 @@ def timed(job: Job, layout: Layout, m: int, again: tuple[int, ...], place: Site,
     after, update = _after(job, layout, m, place, seconds, sum(found.backward))
     total = seconds + after + update
     layers = sum(len(stages[s]) for s in range(0, len(stages), layout.pp))
-    return Timed(
+    return StepTimes(
         seconds=total,
         tokens=job.packs * job.length / total,
         bubble=max(0.0, 1 - ideal / seconds) if seconds else 0.0,
@@ -158,12 +160,12 @@ def timed(job: Job, layout: Layout, m: int, again: tuple[int, ...], place: Site,
     )
 
 
-def _after(job: Job, layout: Layout, m: int, place: Site, seconds: float, backward: float) -> tuple[float, float]:
+def _after(job: Job, layout: Layout, m: int, place: DevicePool, seconds: float, backward: float) -> tuple[float, float]:
     """What follows the pipeline: (collectives of weights and gradients that do not end beside it, the update). Of the
     rank that takes longest, as all begin their updates together, when the norm of all gradients is known, and
     the next step needs every one. The first rank of a model with experts may have only dense layers, and few states.
     backward: of one micro-batch."""
-    stages, links = pipeline_stages(job, layout), timing.Links(place.rates, place.devices)
+    stages, links = pipeline_stages(job, layout), timing.LinkRates(place.rates, place.devices)
     hidden_by = seconds if place.card.overlaps else 0.0
     found = []
     for rank in stages.fullest:
@@ -175,12 +177,12 @@ def _after(job: Job, layout: Layout, m: int, place: Site, seconds: float, backwa
     return max(found, key=sum)
 
 
-def _share(job: Job, layout: Layout, rank: int, m: int) -> Share:
+def _share(job: Job, layout: Layout, rank: int, m: int) -> TensorBytes:
     numbers = pipeline_stages(job, layout).numbers[rank]
     return job.blocks.stage(layout, numbers, rank == 0, rank == layout.pp - 1, m)
 
 
-def alone(job: Job, layout: Layout, rank: int, m: int, again: tuple[int, ...], place: Site) -> float:
+def alone(job: Job, layout: Layout, rank: int, m: int, again: tuple[int, ...], place: DevicePool) -> float:
     """Seconds of a step of one pipeline rank without communication and without pipeline bubbles: its own stages for
     each of m micro-batches, and its own update once."""
     stages = pipeline_stages(job, layout)

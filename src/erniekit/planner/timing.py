@@ -22,7 +22,7 @@ from erniekit.models.costs import (
 from erniekit.parallel.mesh import Layout
 from erniekit.planner.cards import CardRates
 from erniekit.planner.job import Job
-from erniekit.planner.static_bytes import Share
+from erniekit.planner.static_bytes import TensorBytes
 
 # Numbers read or written by the passes between products, both ways, per token: of width H, MLP width, heads; of a
 # choice's row: H and expert width.
@@ -41,7 +41,7 @@ LOW_RANK = 1.2  # a linear with adapters, over the same without
 
 
 @dataclass(frozen=True)
-class Links:
+class LinkRates:
     """Bytes a second that a group's collectives reach, by how far its ranks are apart."""
 
     rates: CardRates
@@ -74,7 +74,7 @@ class LayerTime(NamedTuple):
     waiting: float  # for collectives, one way
 
 
-def layer_time(job: Job, sparse: bool, layout: Layout, tokens: int, rates: CardRates, links: Links) -> LayerTime:
+def layer_time(job: Job, sparse: bool, layout: Layout, tokens: int, rates: CardRates, links: LinkRates) -> LayerTime:
     """Of one micro-batch; tokens: of this rank, its part of a sequence that context parallelism cuts."""
     c, tp = job.model, layout.tp
     products = turned = unpacked = rounded = 0.0
@@ -131,7 +131,7 @@ def element_bytes(c: DecoderConfig, sparse: bool, each: int) -> float:
     return float(each * values)
 
 
-def exchanges(job: Job, sparse: bool, layout: Layout, tokens: int, links: Links) -> float:
+def exchanges(job: Job, sparse: bool, layout: Layout, tokens: int, links: LinkRates) -> float:
     """Seconds of the collectives inside one layer, one way."""
     c = job.model
     hidden = tokens * c.hidden_size * job.compute
@@ -156,7 +156,7 @@ def head_time(job: Job, layout: Layout, tokens: int, rates: CardRates) -> tuple[
     return each * weights * trained / rates.dense + logits / rates.elementwise, 0.0
 
 
-def teacher_time(job: Job, layout: Layout, tokens: int, rates: CardRates, links: Links) -> tuple[float, float]:
+def teacher_time(job: Job, layout: Layout, tokens: int, rates: CardRates, links: LinkRates) -> tuple[float, float]:
     """Its forward pass and head with the passes over both models' logits; and what the host needs for its launches."""
     c = job.teacher
     if c is None:
@@ -169,7 +169,7 @@ def teacher_time(job: Job, layout: Layout, tokens: int, rates: CardRates, links:
     return sum(layer.forward for layer in layers) + head + logits, sum(layer.host for layer in layers) / 3
 
 
-def update_time(share: Share, job: Job, rates: CardRates) -> float:
+def update_time(share: TensorBytes, job: Job, rates: CardRates) -> float:
     """Every state read and written, the gradient read, the weight written."""
     states = share.master + share.moments
     away = 2 * states / rates.host if job.offload_optimiser else 0.0
@@ -177,7 +177,7 @@ def update_time(share: Share, job: Job, rates: CardRates) -> float:
     return max(away, (2 * states + share.gradients + share.trained * job.compute) / rate)
 
 
-def early_share(job: Job, layout: Layout, share: Share) -> float:
+def early_share(job: Job, layout: Layout, share: TensorBytes) -> float:
     """Of the gradients of data-parallel ranks, those whose sums begin inside the last backward pass
     (parallel/overlapped_reduce.py): all but the embedding's, which comes last. An adapter's fit into one bucket."""
     if not layout.whole_layers or layout.pp > 1 or job.rank or job.model.vision is not None or not share.trained:
@@ -185,7 +185,9 @@ def early_share(job: Job, layout: Layout, share: Share) -> float:
     return max(0.0, 1 - job.model.vocab_size * job.model.hidden_size / share.trained)
 
 
-def sharing_time(job: Job, layout: Layout, share: Share, micro_batches: int, links: Links) -> tuple[float, float]:
+def sharing_time(
+    job: Job, layout: Layout, share: TensorBytes, micro_batches: int, links: LinkRates
+) -> tuple[float, float]:
     """Seconds of weights and gradients between data ranks: (overlapped with the computation, after it)."""
     overlapped = after = 0.0
     reach = layout.tp * layout.cp

@@ -33,8 +33,8 @@ from erniekit.models.costs import (
 )
 from erniekit.models.vision_parts import FREEZE_RESAMPLER, FREEZE_VISION
 from erniekit.parallel.mesh import World
-from erniekit.planner.activations import Kernels
-from erniekit.planner.memory import USABLE, Held, Work, fewest_recomputed, layers_of, recomputing, step_bytes
+from erniekit.planner.activations import LayerKernels
+from erniekit.planner.memory import USABLE, HeldBytes, RankWork, fewest_recomputed, layers_of, recomputing, step_bytes
 from erniekit.printable import counted
 from erniekit.recipes import trained_weights
 from erniekit.recipes.other_models import other_model_bytes
@@ -110,12 +110,12 @@ def vision_bytes(cfg: RunConfig, model: DecoderConfig, again: bool) -> float:
     return vision_costs.kept_bytes(model, rows * most, tower, resampler, again, each)
 
 
-def bytes_held(model: DecoderConfig, trained: float, state: float, gradient: float, base: str) -> Held:
+def bytes_held(model: DecoderConfig, trained: float, state: float, gradient: float, base: str) -> HeldBytes:
     """What one device holds of a run, by the planner's account. trained: share of the weights; state, gradient: bytes
     of a trained weight on the device."""
     count, frozen = parameters(model) * trained, trained < 1
     layers = [sum(p.weights for p in layer_products(model, sparse)) for sparse in set(layers_of(model))]
-    return Held(
+    return HeldBytes(
         weights=weight_bytes(model, base) + (WEIGHT_BYTES * count if frozen else 0.0),
         optimiser=state * count,
         gradients=gradient * count,
@@ -128,14 +128,14 @@ def bytes_held(model: DecoderConfig, trained: float, state: float, gradient: flo
 
 def bytes_worked(
     model: DecoderConfig, tokens: int, rows: int, rank: int, vision: float = 0.0, rows_fp8: bool = False
-) -> Work:
-    return Work(
+) -> RankWork:
+    return RankWork(
         layers=layers_of(model),
         tokens=tokens,
         head_rows=rows,
         head_tokens=tokens,
         vocabulary=model.vocab_size,
-        kernels=Kernels(rank=rank, rows_fp8=rows_fp8),
+        kernels=LayerKernels(rank=rank, rows_fp8=rows_fp8),
         vision_kept=vision,
     )
 

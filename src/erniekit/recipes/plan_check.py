@@ -15,7 +15,8 @@ from erniekit.errors import DeviceError, ErnieKitError
 from erniekit.parallel.mesh import Layout
 from erniekit.parallel.world import ranks_started
 from erniekit.planner.cards import CARDS, Card, rates_of
-from erniekit.planner.evaluate import Candidate, Site, evaluate, largest
+from erniekit.planner.device_pool import DevicePool
+from erniekit.planner.evaluate import Candidate, evaluate, largest
 from erniekit.planner.job import Job
 from erniekit.planner.step_time import alone, pipeline_stages
 from erniekit.recipes import planning
@@ -29,10 +30,10 @@ def card_of(device: Device) -> Card | None:
     return next((card for name, card in CARDS.items() if name in parts), None)
 
 
-def site_of(device: Device, devices: int) -> Site:
+def site_of(device: Device, devices: int) -> DevicePool:
     card = card_of(device) or replace(CARDS["a100"], triton=device.triton)
     card = replace(card, memory=float(device.total_memory or card.memory))
-    return Site(card, rates_of(card), devices)
+    return DevicePool(card, rates_of(card), devices)
 
 
 def job_at_hand(cfg: RunConfig, plan: RunPlan | None, layout: Layout) -> Job:
@@ -58,7 +59,7 @@ def predicted_alone(plan: RunPlan, micro_batches: int) -> tuple[Candidate, float
     return made, alone(job, layout, rank, micro_batches, made.again, place) if made.stages else 0.0
 
 
-def _place(plan: RunPlan) -> Site:
+def _place(plan: RunPlan) -> DevicePool:
     site = site_of(plan.device, max(1, plan.world.size // max(1, len(plan.world.leaders))))
     return replace(site, limit=float("inf"))
 
@@ -114,7 +115,7 @@ def out_of_memory(cfg: RunConfig, device: Device) -> DeviceError:
         return DeviceError(what, where="memory", fix="recompute: True, a smaller max_seq_len or batch_size")
 
 
-def change_that_fits(cfg: RunConfig, job: Job, layout: Layout, site: Site) -> str:
+def change_that_fits(cfg: RunConfig, job: Job, layout: Layout, site: DevicePool) -> str:
     """The single change that costs least, else the two that free most."""
     found = []
     for lever in planning.levers(cfg, job):

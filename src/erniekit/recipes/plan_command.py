@@ -27,7 +27,8 @@ from erniekit.printable import counted
 from erniekit.recipes.plan_timeline import draw, timeline_target
 
 if TYPE_CHECKING:
-    from erniekit.planner.evaluate import Candidate, Site
+    from erniekit.planner.device_pool import DevicePool
+    from erniekit.planner.evaluate import Candidate
     from erniekit.planner.job import Job
     from erniekit.planner.search import Ranking
 
@@ -102,14 +103,15 @@ def _planned(
 ) -> tuple[dict[str, Any], list[Candidate], Job]:
     """What a program reads, the layouts that fit, and the run in numbers."""
     from erniekit.planner import report
-    from erniekit.planner.evaluate import Site, evaluate
+    from erniekit.planner.device_pool import DevicePool
+    from erniekit.planner.evaluate import evaluate
     from erniekit.planner.islands import across
     from erniekit.planner.search import search, smallest
     from erniekit.recipes.planning import job_of, own_layout, packs_of, shape_of
 
     shape = shape_of(cfg)
     job = job_of(cfg, shape, packs or packs_of(cfg, cluster.size))
-    places = [Site(i.card, rates_of(i.card, calibrated), i.devices) for i in cluster.islands]
+    places = [DevicePool(i.card, rates_of(i.card, calibrated), i.devices) for i in cluster.islands]
     place = places[0]
     if not quiet:
         _show_job(cfg, job, shape.source, place)
@@ -155,7 +157,7 @@ def _refuse_other_islands(cfg: RunConfig, cluster: Cluster) -> None:
         )
 
 
-def _show_job(cfg: RunConfig, job: Job, source: str, place: Site) -> None:
+def _show_job(cfg: RunConfig, job: Job, source: str, place: DevicePool) -> None:
     from erniekit.planner import report
 
     how = f"LoRA rank {job.rank}" if job.rank else "all weights"
@@ -192,7 +194,9 @@ def _notes(cfg: RunConfig) -> Iterator[str]:
         yield "only layouts of data parallelism and sharding are planned: this run accepts no others"
 
 
-def _show(found: Ranking, own: Candidate | None, prices: list[Any], fewest: int | None, place: Site, top: int) -> None:
+def _show(
+    found: Ranking, own: Candidate | None, prices: list[Any], fewest: int | None, place: DevicePool, top: int
+) -> None:
     from erniekit.planner import report
 
     emit(f"layouts  {found.tried} counted, {len(found.ranked)} fit {place.room / 2**30:.0f} GiB a rank")
@@ -210,7 +214,7 @@ def _show(found: Ranking, own: Candidate | None, prices: list[Any], fewest: int 
 
 
 def _prices(
-    cfg: RunConfig, job: Job, place: Site, found: Ranking
+    cfg: RunConfig, job: Job, place: DevicePool, found: Ranking
 ) -> list[tuple[dict[str, Any], float | None, float, str]]:
     """Each change that helps, by itself, on the best layout, or on the one that is nearest to fitting."""
     from erniekit.planner.evaluate import evaluate
@@ -235,7 +239,7 @@ def _helps(made: Candidate, before: Candidate) -> bool:
     return smaller or faster or (bool(before.problem) and not made.problem)
 
 
-def _advice(found: Ranking, prices: list[Any], fewest: int | None, place: Site) -> str:
+def _advice(found: Ranking, prices: list[Any], fewest: int | None, place: DevicePool) -> str:
     """One change that fits."""
     if found.ranked:
         return ""

@@ -14,10 +14,10 @@ from erniekit.config import RunConfig
 from erniekit.errors import ConfigError, ErnieKitError
 from erniekit.planner.cards import rates_of
 from erniekit.planner.cluster import parse
-from erniekit.planner.evaluate import Site
+from erniekit.planner.device_pool import DevicePool
 from erniekit.planner.job import Job
 from erniekit.planner.search import smallest
-from erniekit.planner.static_bytes import Blocks
+from erniekit.planner.static_bytes import TensorBlocks
 from erniekit.recipes.planning import ModelShape, four_bytes, job_of, raw_shape, shape_of
 
 MOST = 2048  # cards: what fits no number of them up to this is reported to fit none
@@ -38,9 +38,9 @@ class Fitting:
                 fix="erniekit plan RECIPE --cluster",
             )
         (island,) = cluster.islands
-        self.size, self.site = cluster.size, Site(island.card, rates_of(island.card), island.devices)
+        self.size, self.site = cluster.size, DevicePool(island.card, rates_of(island.card), island.devices)
         self._shapes: dict[str, ModelShape] = {}
-        self._blocks: dict[str, Blocks] = {}
+        self._blocks: dict[str, TensorBlocks] = {}
         self._fewest: dict[Job, int | None] = {}
 
     @property

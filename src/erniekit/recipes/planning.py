@@ -24,7 +24,7 @@ from erniekit.parallel.mesh import Layout, fit
 from erniekit.parallel.sharding_table import plain, sharding_of
 from erniekit.parallel.world import layout_of
 from erniekit.planner.job import Job
-from erniekit.planner.static_bytes import Blocks, Storing
+from erniekit.planner.static_bytes import StorageKinds, TensorBlocks
 from erniekit.recipes import other_models, trained_weights
 from erniekit.recipes.adapters import settings_of
 from erniekit.recipes.memory_decisions import vision_bytes
@@ -86,11 +86,11 @@ def four_bytes(cfg: RunConfig) -> bool:
     return cfg.precision.compute_type == "fp32" or not cfg.precision.bf16
 
 
-def storing_of(cfg: RunConfig, model: Any) -> Storing:
+def storing_of(cfg: RunConfig, model: Any) -> StorageKinds:
     named = [(plain(name), param) for name, param in model.named_parameters()]
     wide, muon = four_bytes(cfg), cfg.optim.optim == "muon"
     base = cfg.lora.frozen_base if cfg.lora.packed_base else ""
-    return Storing(
+    return StorageKinds(
         trained=frozenset(name for name, param in named if param.requires_grad),
         fp32=frozenset() if wide else frozenset(n for n, p in named if p.dtype == torch.float32),
         bits=packed_bits([name for name, _ in named], base),
@@ -152,7 +152,7 @@ def job_in(cfg: RunConfig, shape: ModelShape, layout: Layout) -> Job:
     return job_of(cfg, shape, packs)
 
 
-def job_of(cfg: RunConfig, shape: ModelShape, packs: int, storing: Storing | None = None) -> Job:
+def job_of(cfg: RunConfig, shape: ModelShape, packs: int, storing: StorageKinds | None = None) -> Job:
     sharding = sharding_of(shape.model, shape.spec.plan, Layout())
     storing = storing or storing_of(cfg, shape.model)
     sharding.packed = set(storing.bits)
@@ -160,7 +160,7 @@ def job_of(cfg: RunConfig, shape: ModelShape, packs: int, storing: Storing | Non
     m = cfg.memory
     return Job(
         model=c,
-        blocks=Blocks(sharding, tuple(c.sparse(n) for n in range(c.num_layers)), storing),
+        blocks=TensorBlocks(sharding, tuple(c.sparse(n) for n in range(c.num_layers)), storing),
         rows=cfg.train.per_device_train_batch_size,
         length=cfg.data.max_seq_len,
         packs=packs,
@@ -196,7 +196,7 @@ def levers(cfg: RunConfig, job: Job) -> list[Lever]:
 
     def stored(keys: dict[str, Any], loses: str, **changes: Any) -> None:
         made = replace(storing, **changes)
-        blocks = Blocks(job.blocks.sharding, job.blocks.sparse, made)
+        blocks = TensorBlocks(job.blocks.sharding, job.blocks.sparse, made)
         out.append(Lever(keys, replace(job, blocks=blocks, offload_optimiser=made.optimiser_away), loses))
 
     if job.recompute != "full":
@@ -213,7 +213,7 @@ def levers(cfg: RunConfig, job: Job) -> list[Lever]:
             if base != cfg.lora.frozen_base:
                 sharding = job.blocks.sharding
                 table = _with_packed(sharding, set(bits))
-                blocks = Blocks(table, job.blocks.sparse, replace(storing, bits=bits))
+                blocks = TensorBlocks(table, job.blocks.sparse, replace(storing, bits=bits))
                 out.append(
                     Lever({"frozen_base": base}, replace(job, blocks=blocks, base=base), "frozen weights rounded")
                 )

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from erniekit.data.collate import one_document
 from erniekit.models import MODELS
 from erniekit.models.config import DecoderConfig, MoEShape
-from erniekit.planner.activations import UNCUT, Cuts, Kernels, kept, part_kept, start
+from erniekit.planner.activations import UNCUT, ActivationCuts, LayerKernels, kept, part_kept, start
 
 DENSE = DecoderConfig(
     family="ernie4_5", vocab_size=61, hidden_size=320, intermediate_size=768, num_layers=2, num_heads=8,
@@ -51,15 +51,17 @@ def walked(config: DecoderConfig, tokens: int, itemsize: int) -> int:
 @pytest.mark.parametrize("config", [DENSE, EXPERTS], ids=["dense", "experts"])
 def test_the_plain_path_keeps_what_a_walk_counts(config: DecoderConfig) -> None:
     a_token = (walked(config, 256, 2) - walked(config, 128, 2)) / 128
-    assert kept(config, config.sparse(0), UNCUT, Kernels(fused=False)) == pytest.approx(a_token, rel=0.02)
+    assert kept(config, config.sparse(0), UNCUT, LayerKernels(fused=False)) == pytest.approx(a_token, rel=0.02)
 
 
 def test_fused_kernels_keep_less_and_every_cut_less_still() -> None:
     for config in (DENSE, EXPERTS):
         sparse = config.sparse(0)
         fused = kept(config, sparse)
-        assert start(config) < fused < kept(config, sparse, UNCUT, Kernels(fused=False))
-        assert kept(config, sparse, Cuts(2, True, 2)) < kept(config, sparse, Cuts(2, False, 2)) < fused
-        parts = [part_kept(config, sparse, how, UNCUT, Kernels()) for how in ("full", "full_attn", "core_attn")]
+        assert start(config) < fused < kept(config, sparse, UNCUT, LayerKernels(fused=False))
+        assert (
+            kept(config, sparse, ActivationCuts(2, True, 2)) < kept(config, sparse, ActivationCuts(2, False, 2)) < fused
+        )
+        parts = [part_kept(config, sparse, how, UNCUT, LayerKernels()) for how in ("full", "full_attn", "core_attn")]
         assert parts == sorted(parts)
         assert parts[-1] < fused

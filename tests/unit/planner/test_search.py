@@ -13,7 +13,8 @@ from erniekit.config import load
 from erniekit.parallel.mesh import Layout, fit
 from erniekit.planner.cards import CARDS, rates_of
 from erniekit.planner.cluster import parse
-from erniekit.planner.evaluate import Site, evaluate
+from erniekit.planner.device_pool import DevicePool
+from erniekit.planner.evaluate import evaluate
 from erniekit.planner.islands import across, split
 from erniekit.planner.job import Job
 from erniekit.planner.memory import GIB
@@ -30,9 +31,9 @@ LORA = ("model_name_or_path=ERNIE-4.5-21B-A3B", "fine_tuning=LoRA", "lora_rank=3
 ALL = ("model_name_or_path=ERNIE-4.5-21B-A3B", "fine_tuning=Full", "max_seq_len=8192")
 
 
-def site(words: str) -> Site:
+def site(words: str) -> DevicePool:
     (island,) = parse(words).islands
-    return Site(island.card, rates_of(island.card), island.devices)
+    return DevicePool(island.card, rates_of(island.card), island.devices)
 
 
 def test_every_layout_uses_all_ranks_and_is_tried_once() -> None:
@@ -93,7 +94,7 @@ def test_all_tokens_on_one_ranks_experts_take_more_than_balanced_ones() -> None:
 
 def test_layers_are_computed_again_only_where_memory_asks_for_it() -> None:
     long = job(*LORA[:3], "max_seq_len=32768")
-    roomy, tight = (evaluate(long, Layout(), Site(CARDS["h200"], rates_of(CARDS["h200"]), 1, limit=n * GIB),
+    roomy, tight = (evaluate(long, Layout(), DevicePool(CARDS["h200"], rates_of(CARDS["h200"]), 1, limit=n * GIB),
                              exact=True) for n in (400, 80))  # fmt: skip
     assert not roomy.again
     assert 0 < len(tight.again) <= 28
@@ -120,7 +121,7 @@ def test_layers_are_split_in_proportion_and_all_of_them() -> None:
 def test_unlike_islands_share_a_pipeline_and_the_faster_has_more_layers() -> None:
     cluster = parse("8xH200-141G")
     mixed = replace(cluster, islands=(*cluster.islands, *parse("16xBI150-32G").islands))
-    places = [Site(i.card, rates_of(i.card), i.devices) for i in mixed.islands]
+    places = [DevicePool(i.card, rates_of(i.card), i.devices) for i in mixed.islands]
     found = across(job(*LORA), mixed, places)
     assert found.ranked
     best = found.ranked[0].layout

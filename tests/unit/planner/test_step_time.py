@@ -9,14 +9,15 @@ import pytest
 from erniekit.config import load
 from erniekit.parallel.mesh import Layout
 from erniekit.planner.cards import CARDS, rates_of
-from erniekit.planner.evaluate import Site, evaluate
+from erniekit.planner.device_pool import DevicePool
+from erniekit.planner.evaluate import evaluate
 from erniekit.planner.job import Job
 from erniekit.planner.schedule import step_seconds
 from erniekit.planner.step_time import alone, pipeline_stages
-from erniekit.planner.timing import Links, sharing_time, update_time
+from erniekit.planner.timing import LinkRates, sharing_time, update_time
 from erniekit.recipes.planning import job_of, shape_of
 
-H200 = Site(CARDS["h200"], rates_of(CARDS["h200"]), 8, limit=float("inf"))
+H200 = DevicePool(CARDS["h200"], rates_of(CARDS["h200"]), 8, limit=float("inf"))
 # The Ascend guide's job on 128 cards.
 ASCEND = "fine_tuning=Full max_seq_len=8192 recompute=True recompute_granularity=full offload_optim=True"
 LAYOUT = Layout(pp=16, tp=8, sequence_parallel=True, experts="tp")
@@ -79,7 +80,7 @@ def test_sums_of_data_parallel_ranks_are_hidden_but_for_the_embeddings() -> None
         cfg = load([*words.split(), f"fine_tuning={fine_tuning}"], "train")
         job = job_of(cfg, shape_of(cfg), packs=8)
         share = job.blocks.stage(layout, range(18), True, True, 1)
-        sums = sharing_time(job, layout, share, 1, Links(H200.rates, H200.devices))[1]
+        sums = sharing_time(job, layout, share, 1, LinkRates(H200.rates, H200.devices))[1]
         both = [evaluate(job, layout, place, exact=True).seconds for place in (waiting, H200)]
         return both[0] - both[1], sums
 

@@ -12,7 +12,8 @@ from erniekit.cli.main import main
 from erniekit.config import load
 from erniekit.parallel.mesh import Layout
 from erniekit.planner.cards import CARDS, rates_of
-from erniekit.planner.evaluate import Site, evaluate
+from erniekit.planner.device_pool import DevicePool
+from erniekit.planner.evaluate import evaluate
 from erniekit.recipes.plan_command import _notes
 from erniekit.recipes.planning import job_of, shape_of
 from support.planned_recipe import RECIPE
@@ -45,7 +46,7 @@ def counted(recipe: Path, *words: str) -> tuple[Any, Any]:
     cfg = load([str(recipe), "gradient_accumulation_steps=1", *words], "train")
     job = job_of(cfg, shape_of(cfg), 1)
     card = CARDS["a100"]
-    return job, evaluate(job, Layout(), Site(card, rates_of(card), 1), exact=True)
+    return job, evaluate(job, Layout(), DevicePool(card, rates_of(card), 1), exact=True)
 
 
 def test_passes_without_gradient_and_the_reference_of_kto_are_counted(recipe: Path) -> None:

@@ -17,7 +17,8 @@ from erniekit.devices.cuda import CudaDevice
 from erniekit.errors import DeviceError
 from erniekit.parallel.mesh import Layout
 from erniekit.planner.cards import CARDS, rates_of
-from erniekit.planner.evaluate import Site, evaluate
+from erniekit.planner.device_pool import DevicePool
+from erniekit.planner.evaluate import evaluate
 from erniekit.planner.job import Job
 from erniekit.planner.memory import GIB
 from erniekit.recipes import plan_check, stage_of, training
@@ -57,7 +58,10 @@ def test_the_line_at_the_end_compares_memory_and_speed() -> None:
 
 def test_short_documents_of_a_pack_are_planned_as_fast_as_a_card_ran_them(recipe: Path) -> None:
     """`bench --real`, case sft-packed on one H200: 32K packs of documents of 1K, 201k to 208k tokens/s."""
-    packs, here = job(recipe, "max_seq_len=32768", "fine_tuning=Full"), Site(CARDS["h200"], rates_of(CARDS["h200"]), 1)
+    packs, here = (
+        job(recipe, "max_seq_len=32768", "fine_tuning=Full"),
+        DevicePool(CARDS["h200"], rates_of(CARDS["h200"]), 1),
+    )
     own = plan_check.as_it_was(packs, Layout(), StepStatistics(205e3, 32_200, 1_108, 0.98))
     assert (own.length, own.document) == (32_200, 1_108)
     assert evaluate(own, Layout(), here, exact=True).tokens == pytest.approx(205e3, rel=0.1)
@@ -71,7 +75,7 @@ def test_rows_keep_a_length_that_the_layout_can_cut(recipe: Path) -> None:
 
 
 def test_the_host_launches_nothing_of_layers_that_are_replayed(recipe: Path) -> None:
-    short, here = job(recipe, "max_seq_len=512"), Site(CARDS["h200"], rates_of(CARDS["h200"]), 1)
+    short, here = job(recipe, "max_seq_len=512"), DevicePool(CARDS["h200"], rates_of(CARDS["h200"]), 1)
     launched, replayed = (
         evaluate(replace(short, replayed=one), Layout(), here, exact=True).tokens for one in (False, True)
     )

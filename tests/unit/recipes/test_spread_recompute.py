@@ -18,7 +18,8 @@ from erniekit.devices.cuda import CudaDevice
 from erniekit.models import MODELS
 from erniekit.parallel.mesh import Layout
 from erniekit.planner.cards import CARDS, rates_of
-from erniekit.planner.evaluate import Site, evaluate
+from erniekit.planner.device_pool import DevicePool
+from erniekit.planner.evaluate import evaluate
 from erniekit.recipes import planning, spread_recompute
 from support.ranks import Ranks
 
@@ -50,7 +51,7 @@ def decided(
     made = cfg.derive(*spread_recompute.notes(cfg, device, world, folder, None))
     card = replace(CARDS["h200"], triton=device.triton)
     job = planning.job_of(cfg, shape, cfg.train.gradient_accumulation_steps * layout.data_ranks)
-    return made, job, lambda gib: evaluate(job, layout, Site(card, rates_of(card), 8, gib * GIB), exact=True)
+    return made, job, lambda gib: evaluate(job, layout, DevicePool(card, rates_of(card), 8, gib * GIB), exact=True)
 
 
 @pytest.mark.parametrize("axes", [dict(fsdp=2), dict(dp=2), dict(tp=2, sequence_parallel=True), dict(pp=2), dict(cp=2)])

@@ -9,7 +9,7 @@ import pytest
 from erniekit.config import load
 from erniekit.demo.tiny import make_tiny_model
 from erniekit.parallel.mesh import Layout
-from erniekit.planner.static_bytes import Blocks
+from erniekit.planner.static_bytes import TensorBlocks
 from erniekit.recipes import memory_decisions, trained_weights
 from erniekit.recipes.planning import shape_of, sharding_of, storing_of
 from support.rank_bytes import of_rank
@@ -32,7 +32,7 @@ def test_frozen_weights_have_no_states_in_any_account(base: Path) -> None:
     counted = of_rank(sharding, 0, storing_of(cfg, shape.model))
     assert counted.trained == trained
     assert counted.moments == pytest.approx(8 * trained, rel=1e-3)
-    blocks = Blocks(sharding, (False, False), storing_of(cfg, shape.model))
+    blocks = TensorBlocks(sharding, (False, False), storing_of(cfg, shape.model))
     assert blocks.shares(Layout(), 1)["dense"].trained == trained, "a layer that trains stands for all: never too few"
 
 

@@ -9,7 +9,7 @@ from erniekit.planner.memory import USABLE
 
 
 @dataclass(frozen=True)
-class Site:
+class DevicePool:
     """The like devices that a layout is spread over."""
 
     card: Card
