@@ -8,7 +8,7 @@ from functools import cached_property
 from math import ceil
 from typing import Any
 
-from erniekit.parallel.mesh import Layout
+from erniekit.parallel.layout import Layout
 from erniekit.parallel.pipeline_actions import most_in_flight
 from erniekit.planner.activations import Cuts, Kernels
 from erniekit.planner.job import Job, keys_of

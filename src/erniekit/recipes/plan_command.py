@@ -20,7 +20,7 @@ from erniekit.early_imports import without_collections
 from erniekit.errors import ConfigError, PlanError
 from erniekit.files.marked_file import state_of, write_marked
 from erniekit.log import emit
-from erniekit.parallel.mesh import CONFIG_KEYS
+from erniekit.parallel.layout import CONFIG_KEYS
 from erniekit.planner.cards import rates_of
 from erniekit.planner.cluster import FIX, Cluster, parse
 from erniekit.printable import counted
