@@ -8,6 +8,7 @@ from functools import cached_property
 from math import ceil
 from typing import Any
 
+from erniekit.models import costs
 from erniekit.parallel.layout import Layout
 from erniekit.parallel.pipeline_actions import most_in_flight
 from erniekit.planner.activations import Cuts, Kernels
@@ -250,7 +251,7 @@ def work_of(
 
 
 def teacher_bytes(job: Job) -> float:
-    return float(job.teacher.parameters() * job.compute) if job.teacher is not None else 0.0
+    return float(costs.parameters(job.teacher) * job.compute) if job.teacher is not None else 0.0
 
 
 def _compared(job: Job, tokens: int) -> float:
