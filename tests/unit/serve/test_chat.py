@@ -15,8 +15,9 @@ import time
 import pytest
 
 from erniekit.serve import chat as chat_module
-from erniekit.serve.chat import ChatSession, answer_prompt, converse
+from erniekit.serve.chat import answer_prompt, converse
 from erniekit.serve.chat_client import Address, Client
+from erniekit.serve.chat_session import ChatSession
 from support.serving import Live, until
 
 pytestmark = pytest.mark.xdist_group("server")
