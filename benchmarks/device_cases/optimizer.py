@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from erniekit.kernels.adamw import Rates, Slot
+from erniekit.kernels.adamw_slot import Rates, Slot
 
 RATES = Rates(1e-3, (0.9, 0.95), 1e-8, 0.1)
 

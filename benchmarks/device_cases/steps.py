@@ -22,7 +22,7 @@ from erniekit.optim.schedule import Schedule
 from erniekit.parallel.engine import Engine
 from erniekit.parallel.mesh import World
 from erniekit.train.guard import FiniteGuard, Signals
-from erniekit.train.hooks import Hook
+from erniekit.train.hooks import Hook, TrainingLoop
 from erniekit.train.step import StepResult, TrainStep
 from erniekit.train.trainer import Trainer
 
@@ -50,15 +50,15 @@ class Strict(Hook):
         self.late: list[bool] = []
         self.steps = 0
 
-    def launched(self, trainer: Trainer, step: Any) -> None:
+    def launched(self, trainer: TrainingLoop, step: Any) -> None:
         self.steps += 1
         if self.steps == self.first:
             torch.cuda.set_sync_debug_mode("error")
 
-    def waits_for(self, trainer: Trainer, step: int) -> bool:
+    def waits_for(self, trainer: TrainingLoop, step: int) -> bool:
         return False
 
-    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+    def after_step(self, trainer: TrainingLoop, result: StepResult) -> None:
         self.seen.append(result)
         self.late.append(trainer.ahead)
 

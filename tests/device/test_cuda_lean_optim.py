@@ -7,7 +7,8 @@ import torch
 
 from erniekit.devices import pick
 from erniekit.kernels import moments8
-from erniekit.kernels.adamw import FusedAdamW, Rates, Slot, reference
+from erniekit.kernels.adamw import FusedAdamW, reference
+from erniekit.kernels.adamw_slot import Rates, Slot
 from erniekit.kernels.exact_master import join, split
 from erniekit.kernels.position_noise import TensorPart, draws, salt_of
 from erniekit.optim.adamw import AdamW

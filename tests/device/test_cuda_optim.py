@@ -9,7 +9,8 @@ import torch
 from device_cases.optimizer import RATES, slots
 from torch.optim.adamw import adamw
 
-from erniekit.kernels.adamw import FusedAdamW, Slot, norm_reference, reference
+from erniekit.kernels.adamw import FusedAdamW, norm_reference, reference
+from erniekit.kernels.adamw_slot import Slot
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA card")]
 

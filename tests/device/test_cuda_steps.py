@@ -13,10 +13,10 @@ import torch
 from device_cases.steps import AtOnce, Training
 
 import erniekit
-from erniekit.kernels.adamw import Slot
+from erniekit.kernels.adamw_slot import Slot
+from erniekit.train.hooks import TrainingLoop
 from erniekit.train.metrics import LogHook
 from erniekit.train.step import StepResult
-from erniekit.train.trainer import Trainer
 from support.optimizer_steps import steps_taken
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA card")]
@@ -86,7 +86,7 @@ def test_a_whole_run_of_the_product_waits_for_nothing_between_two_steps() -> Non
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made_rows))
         plain, seen = LogHook.after_step, []
 
-        def after_step(hook: LogHook, trainer: Trainer, result: StepResult) -> None:
+        def after_step(hook: LogHook, trainer: TrainingLoop, result: StepResult) -> None:
             plain(hook, trainer, result)
             seen.append(trainer.ahead)
             torch.cuda.set_sync_debug_mode("error" if 3 <= result.step < 10 else "default")

@@ -20,7 +20,8 @@ from erniekit.checkpoint.manager import CheckpointManager
 from erniekit.checkpoint.shards import write_shards
 from erniekit.devices import pick
 from erniekit.errors import CheckpointError
-from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.layout import Layout
+from erniekit.parallel.mesh import World
 from support.fake_sharding import random_sharding
 from support.ranks import Ranks
 

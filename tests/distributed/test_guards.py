@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.layout import Layout
+from erniekit.parallel.mesh import World
 from erniekit.train import stragglers
 from erniekit.train.agreement import agree_on_stop
 from erniekit.train.drift import Block, ReplicaDrift, ReplicasDiffer

@@ -9,7 +9,8 @@ from erniekit.config import load
 from erniekit.devices import pick
 from erniekit.models.released import released
 from erniekit.parallel.islands import Islands
-from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.layout import Layout
+from erniekit.parallel.mesh import World
 from erniekit.recipes import island_stages
 from erniekit.recipes.planning import shape_of
 from support.ranks import Ranks

@@ -19,7 +19,8 @@ from erniekit.checkpoint.manager import CheckpointManager
 from erniekit.devices import pick
 from erniekit.errors import CheckpointError
 from erniekit.models.names import Entry
-from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.layout import Layout
+from erniekit.parallel.mesh import World
 from support.fake_sharding import random_sharding
 from support.ranks import Ranks
 

@@ -23,7 +23,8 @@ from erniekit.checkpoint.nodes import agree_on_checkpoint, copier, copy_to_nodes
 from erniekit.checkpoint.shards import write_shards
 from erniekit.devices import pick
 from erniekit.errors import CheckpointError
-from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.layout import Layout
+from erniekit.parallel.mesh import World
 from erniekit.recipes.finish import publish_on_nodes
 from support.fake_sharding import FakeSharding, Held
 from support.ranks import Ranks

@@ -20,7 +20,8 @@ from erniekit.optim.groups import make_groups
 from erniekit.optim.schedule import Schedule
 from erniekit.parallel import overlapped_reduce
 from erniekit.parallel.apply import SpreadOptions, parallelise
-from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.layout import Layout
+from erniekit.parallel.mesh import World
 from erniekit.parallel.overlapped_reduce import OverlappedReduce
 from erniekit.parallel.sharding_table import plain, sharding_of
 from erniekit.train.step import TrainStep

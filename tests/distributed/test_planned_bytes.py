@@ -22,7 +22,8 @@ from erniekit.optim.schedule import Schedule
 from erniekit.optim.storage import Storage
 from erniekit.parallel.apply import SpreadOptions, parallelise
 from erniekit.parallel.gradients import local
-from erniekit.parallel.mesh import Layout, World, fit
+from erniekit.parallel.layout import Layout, fit
+from erniekit.parallel.mesh import World
 from erniekit.parallel.sharding_table import plain, sharding_of
 from erniekit.planner.static_bytes import StorageKinds, TensorBlocks, of_tensor
 from erniekit.recipes.build import keep_frozen_as_computed

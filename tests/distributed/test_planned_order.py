@@ -22,7 +22,8 @@ from erniekit.optim.groups import make_groups
 from erniekit.optim.schedule import Schedule
 from erniekit.parallel import comm
 from erniekit.parallel.apply import SpreadOptions, parallelise
-from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.layout import Layout
+from erniekit.parallel.mesh import World
 from erniekit.parallel.sharding_table import plain, sharding_of
 from erniekit.planner.cards import CARDS, CardRates, rates_of
 from erniekit.planner.device_pool import DevicePool

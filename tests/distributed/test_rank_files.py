@@ -23,7 +23,8 @@ from erniekit.checkpoint.shards import write_shards
 from erniekit.checkpoint.slices import TensorFiles
 from erniekit.devices import pick
 from erniekit.errors import CheckpointError
-from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.layout import Layout
+from erniekit.parallel.mesh import World
 from support.fake_sharding import FakeSharding, Held, random_sharding
 from support.memory import memory
 from support.ranks import Ranks

@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from erniekit.devices import pick
 from erniekit.errors import DeviceError
-from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.layout import Layout
+from erniekit.parallel.mesh import World
 from erniekit.parallel.self_test import check_collectives
 from support.ranks import Ranks
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from support.serving import Live, tiny_folder, until
+from support.clock import until
+from support.serving import Live, tiny_folder
 
 pytestmark = pytest.mark.xdist_group("server")
 
@@ -88,7 +89,7 @@ def test_ctrl_c_stops_the_answer_and_the_server_and_the_next_one_leaves(live):
         assert f"tiny at {live.url}/v1" in terminal.shown
         before = live.engine.load().steps
         terminal.press("hello\n")
-        until(lambda: live.engine.load().running == 1, 60)
+        until(lambda: live.engine.load().running == 1, seconds=60)
         terminal.press(CTRL_C)
         terminal.wait_for("[stopped]")
         assert live.idle()

@@ -9,7 +9,8 @@ import pytest
 
 from erniekit.config import load
 from erniekit.demo.tiny import make_tiny_model
-from erniekit.serve.chat import ChatSession, answer_prompt, connect, request_fields
+from erniekit.serve.chat import answer_prompt, connect, request_fields
+from erniekit.serve.chat_session import ChatSession
 from support.seeing import seeing_folder
 
 # Recipe -> the family of the tiny model, and the kinds of weights that are left of the mix there.

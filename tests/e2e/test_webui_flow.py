@@ -19,7 +19,8 @@ import yaml
 from erniekit.webui.app import HOME
 from erniekit.webui.jobs import Jobs, WebJob
 from erniekit.webui.paths import Roots
-from support.browsing import Hands, WebUI, another_browser, chromium, until, why_not
+from support.browsing import Hands, WebUI, another_browser, chromium, why_not
+from support.clock import until
 from support.jsonl import write_jsonl
 from support.webui_room import TABS, album, end_jobs, kept_pictures, make_room
 
@@ -81,8 +82,8 @@ def test_a_run_outlives_the_page_is_stopped_resumed_reused_evaluated_adapted_ask
             server = close_the_tab(hands, folder)
             with another_browser(context) as other:  # meanwhile; the first one's own tabs would keep the model loaded
                 look_at_all_tabs(other, second.url, lang, album(kept_pictures(tmp_path)))
-            until(lambda: not memory_kib(server.pid), 90)
-            until(lambda: Jobs(folder / HOME, Roots([folder])).get(server.id).state == "stopped", 30)
+            until(lambda: not memory_kib(server.pid), seconds=90)
+            until(lambda: Jobs(folder / HOME, Roots([folder])).get(server.id).state == "stopped", seconds=30)
             server = load_again(context, second.url, lang, folder)
             faults = hands.faults
     finally:
@@ -330,7 +331,7 @@ def load_again(context: Any, url: str, lang: str, folder: Path) -> WebJob:
     server = running_server(folder)
     hands.press("chat-unload")
     hands.until(lambda: hands.word("chat.not_loaded") in hands.text("#chat-status"), 60, "an unloaded model")
-    until(lambda: not memory_kib(server.pid), 60)
+    until(lambda: not memory_kib(server.pid), seconds=60)
     hands.press("chat-load")
     hands.see('#chat-status [data-ready="1"]', 120)
     server = running_server(folder)

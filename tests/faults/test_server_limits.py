@@ -18,7 +18,8 @@ import pytest
 
 from erniekit.net.connections import ConnectionLimits
 from faults.results import fault
-from support.serving import Live, Program, tiny_folder, until
+from support.clock import until
+from support.serving import Live, Program, tiny_folder
 
 pytestmark = pytest.mark.xdist_group("server")
 
@@ -106,11 +107,14 @@ def test_a_reader_that_stalls_is_cut_off_and_costs_nobody_anything(live: Live):
             threading.Thread(target=_send, args=(link, text), daemon=True).start()
         shared = live._socket.shared  # type: ignore[attr-defined]
         stalled: set[object] = set()  # the first may be cut off before the last has begun
-        until(lambda: stalled.update(one for one in list(shared.open) if one.unsent) or len(stalled) == len(links), 60)
+        until(
+            lambda: stalled.update(one for one in list(shared.open) if one.unsent) or len(stalled) == len(links),
+            seconds=60,
+        )
         row.count = row.hits = len(links)
         began = time.monotonic()
         assert live.chat().status_code == 200
-        until(lambda: not any(one.unsent for one in list(shared.open)), 30)  # nobody reads: for ever otherwise
+        until(lambda: not any(one.unsent for one in list(shared.open)), seconds=30)  # nobody reads: for ever otherwise
         row.note = f"cut off within {time.monotonic() - began:.1f} s; 1 s is the limit here"
 
 

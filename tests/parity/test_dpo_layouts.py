@@ -30,7 +30,8 @@ from erniekit.optim.schedule import Schedule
 from erniekit.parallel.apply import SpreadOptions, parallelise
 from erniekit.parallel.engine import Engine
 from erniekit.parallel.gradients import local
-from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.layout import Layout
+from erniekit.parallel.mesh import World
 from erniekit.parallel.sharding_table import plain, sharding_of
 from erniekit.parallel.step_metrics import StepMetrics
 from erniekit.recipes.dpo import STAGE, sum_over_cp

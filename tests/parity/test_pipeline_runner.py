@@ -12,7 +12,8 @@ from erniekit.devices import pick
 from erniekit.losses.causal import causal_loss
 from erniekit.models import MODELS
 from erniekit.parallel.apply import SpreadOptions, parallelise
-from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.layout import Layout
+from erniekit.parallel.mesh import World
 from erniekit.parallel.sharding_table import sharding_of
 from parity.test_layouts import SHAPE, config, micro_batches, whole_value
 from support.ranks import Ranks

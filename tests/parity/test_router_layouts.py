@@ -19,7 +19,8 @@ from erniekit.optim.groups import make_groups
 from erniekit.optim.schedule import Schedule
 from erniekit.parallel.apply import SpreadOptions, parallelise
 from erniekit.parallel.gradients import local
-from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.layout import Layout
+from erniekit.parallel.mesh import World
 from erniekit.parallel.sharding_table import plain, sharding_of
 from erniekit.parallel.step_metrics import StepMetrics
 from erniekit.recipes import expert_layers, expert_settings, trained_weights

@@ -26,7 +26,8 @@ from erniekit.optim.schedule import Schedule
 from erniekit.parallel import compiled
 from erniekit.parallel.apply import SpreadOptions, parallelise
 from erniekit.parallel.gradients import local
-from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.layout import Layout
+from erniekit.parallel.mesh import World
 from erniekit.parallel.sharding_table import plain, sharding_of
 from erniekit.train.step import TrainStep
 from parity.test_expert_layouts import named

@@ -25,14 +25,14 @@ MET = {
     "Plot": "erniekit.api.run_folder",
     "TextTokenizer": "erniekit.api.tokenizer",
     "Encoding": "erniekit.api.tokenizer",
-    "Trainer": "erniekit.train.trainer",
+    "TrainingLoop": "erniekit.train.hooks",
     "RunInfo": "erniekit.track.base",
     "RunResult": "erniekit.result",
     "InstalledPlugin": "erniekit.api.installed",
 }
-# Of Trainer and of classes that inherit much, what a user is meant to use.
+# Of TrainingLoop and of classes that inherit much, what a user is meant to use.
 ONLY = {
-    "Trainer": ("model", "stop"),
+    "TrainingLoop": ("model", "stop"),
     "TextTokenizer": (
         "__call__", "apply_chat_template", "batch_decode", "convert_ids_to_tokens", "decode", "encode",
     ),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from erniekit.webui.translations import translate
+from support.clock import until
 
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
@@ -60,7 +61,7 @@ class WebUI:
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(command, cwd=folder, stdout=out, stderr=out, env=env)
         try:
-            until(lambda: "ready: " in self.text or self.process.poll() is not None, 2 * PATIENCE_S)
+            until(lambda: "ready: " in self.text or self.process.poll() is not None, seconds=2 * PATIENCE_S)
             found = re.search(r"ready: (http://\S+)", self.text)
             assert found, self.text
         except AssertionError:
@@ -257,10 +258,3 @@ class Hands:
             from PIL import Image
 
             Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)
-
-
-def until(done: Callable[[], Any], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not done() and time.monotonic() < end:
-        time.sleep(0.05)
-    assert done(), f"not within {seconds} s"

@@ -25,10 +25,16 @@ class Clock:
 
 
 def until(done: Callable[[], object], what: str = "", seconds: float = PATIENCE_S) -> None:
+    assert comes_true(done, seconds), f"not within {seconds:g} s: {what}"
+
+
+def comes_true(done: Callable[[], object], seconds: float = PATIENCE_S) -> bool:
     end = time.monotonic() + seconds
     while not done():
-        assert time.monotonic() < end, f"not within {seconds:g} s: {what}"
+        if time.monotonic() >= end:
+            return False
         time.sleep(0.01)
+    return True
 
 
 def within(took: float, seconds: float) -> bool:

@@ -21,7 +21,8 @@ from erniekit.losses.causal import causal_loss
 from erniekit.parallel import boundary
 from erniekit.parallel.apply import SpreadOptions, parallelise
 from erniekit.parallel.islands import Islands
-from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.layout import Layout
+from erniekit.parallel.mesh import World
 from erniekit.parallel.sharding_table import plain, sharding_of
 from parity.test_expert_layouts import SPEC, config
 from parity.test_layouts import LENGTH, packs, whole_value

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from erniekit.kernels.adamw import Rates, Slot, UpdateCheck, check_reference, norm_reference, reference
+from erniekit.kernels.adamw import UpdateCheck, check_reference, norm_reference, reference
+from erniekit.kernels.adamw_slot import Rates, Slot
 from erniekit.optim import adamw
 
 

@@ -8,7 +8,6 @@ import resource
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from erniekit.net.connections import ConnectionLimits, limited
 from erniekit.net.listen import bind
 from erniekit.serve.loaded_models import find_models, load_models
 from erniekit.serve.server import make_application
+from support.clock import comes_true, until
 from support.recorded import tiny_folder as tiny_folder  # for those that serve it
 
 # Of every server that tests start: `gpu` runs the attacks against a card.
@@ -44,7 +44,7 @@ class Live:
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
         self._thread.start()
         self.http = httpx.Client(timeout=60, limits=httpx.Limits(max_connections=None))
-        until(lambda: self._server.started, 30)
+        until(lambda: self._server.started, seconds=30)
 
     @property
     def engine(self) -> Any:
@@ -67,23 +67,13 @@ class Live:
             load = self.engine.load()
             return load.running == load.waiting == 0 and load.cache_used == 0
 
-        return until(free, seconds, fails=False)
+        return comes_true(free, seconds)
 
     def close(self) -> None:
         self.http.close()
         self.engine.stop()
         self._server.should_exit = True
         self._thread.join(10)
-
-
-def until(done: Any, seconds: float, fails: bool = True) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if done():
-            return True
-        time.sleep(0.01)
-    assert not fails, f"not within {seconds} s"
-    return False
 
 
 def stopping(url: str) -> bool:
@@ -134,7 +124,7 @@ class Program:
 
     def ready(self, seconds: float = 120) -> str:
         """The address it listens at."""
-        until(lambda: "ready: " in self.text or self.process.poll() is not None, seconds)
+        until(lambda: "ready: " in self.text or self.process.poll() is not None, seconds=seconds)
         found = re.search(r"ready: (http://\S+)/v1", self.text)
         assert found, self.text
         return found[1]

@@ -18,7 +18,8 @@ from erniekit.optim.adamw import AdamW
 from erniekit.optim.groups import make_groups
 from erniekit.optim.schedule import Schedule
 from erniekit.parallel.apply import SpreadOptions, parallelise
-from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.layout import Layout
+from erniekit.parallel.mesh import World
 from erniekit.parallel.sharding_table import plain, sharding_of
 from erniekit.rehearse.blocking import deadlock
 from erniekit.rehearse.calls import Trace

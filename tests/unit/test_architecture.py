@@ -117,9 +117,9 @@ def parsed(file: Path) -> ast.Module:
 
 
 @cache
-def imports(file: Path, types: bool = True) -> set[str]:
-    """The modules of erniekit that a file imports, wherever in the file. types: also those for a type checker alone."""
-    return named_in(statements(parsed(file), types), file)
+def imports(file: Path) -> set[str]:
+    """The modules of erniekit that a file imports, wherever in the file, also those for a type checker alone."""
+    return named_in(statements(parsed(file), types=True), file)
 
 
 def named_in(nodes: Iterable[ast.AST], file: Path) -> set[str]:
@@ -186,7 +186,7 @@ def test_no_arrow_leads_from_a_lower_floor_up() -> None:
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    graph = {module: imports(file, types=False) & set(MODULES) - {module} for module, file in MODULES.items()}
+    graph = {module: imports(file) & set(MODULES) - {module} for module, file in MODULES.items()}
     assert not circles(graph)
 
 

@@ -17,7 +17,7 @@ from erniekit.bench.workloads import WORKLOADS, Workload
 from erniekit.config import load
 from erniekit.data.types import Batch
 from erniekit.errors import ErnieKitError
-from erniekit.parallel.mesh import Layout
+from erniekit.parallel.layout import Layout
 from erniekit.planner.cards import CARDS, rates_of
 from erniekit.planner.device_pool import DevicePool
 from erniekit.planner.evaluate import Candidate, evaluate

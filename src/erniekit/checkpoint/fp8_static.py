@@ -7,22 +7,39 @@ does.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import nn
 
+from erniekit.checkpoint.quantised import StoredWeight
 from erniekit.errors import CheckpointError
 from erniekit.kernels.stored.fp8_static import StaticFormat
 from erniekit.model_contract import bare
 from erniekit.models.layers.experts import ExpertLinear
 from erniekit.models.layers.rounding import StaticRounding
-
-if TYPE_CHECKING:
-    from erniekit.checkpoint.model_folder import ModelFolder
+from erniekit.models.names import Entry
 
 
-def install_scales(model: nn.Module, folder: ModelFolder, prefix: str = "") -> None:
+class ScaledFolder(Protocol):
+    """What is asked of a model folder."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def quantised(self) -> Mapping[str, StoredWeight]:
+        """By the names of the weights that are stored so."""
+
+    def entries(self) -> list[Entry]: ...
+
+    def stored_tensor(self, name: str) -> torch.Tensor:
+        """By the name it has in the files."""
+
+
+def install_scales(model: nn.Module, folder: ScaledFolder, prefix: str = "") -> None:
     """Of all layers, or of those under `prefix`; their weights have memory already."""
     for entry in folder.entries():
         stored = [folder.quantised.get(name) for name in entry.theirs]
@@ -40,7 +57,7 @@ def install_scales(model: nn.Module, folder: ModelFolder, prefix: str = "") -> N
         layer.rounding = rounding.train(layer.training)
 
 
-def _read(folder: ModelFolder, modules: list[str], what: str) -> torch.Tensor:
+def _read(folder: ScaledFolder, modules: list[str], what: str) -> torch.Tensor:
     """fp32, one for each."""
     found = torch.cat([folder.stored_tensor(f"{module}.{what}").float().reshape(-1)[:1] for module in modules])
     if len(found) < len(modules) or not (torch.isfinite(found) & (found >= 0)).all():

@@ -102,7 +102,7 @@ class ModelFolder:
         self._open: dict[Path, Any] = {}
         self._slices: TensorFiles | None = None
         if self.files:
-            check_sizes(self)
+            check_sizes(self.config, self.files, self.slices().shape, path / "config.json")
 
     def _layout(self) -> str:
         if self.spec.layout_of is not None:

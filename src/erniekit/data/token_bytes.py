@@ -1,5 +1,5 @@
-"""The bytes that each token adds to a text. Called by serve/structured.py, whose grammars are over bytes, and by
-Tokenizer.bytes_of for log-probabilities.
+"""The bytes that each token adds to a text. Called by tokenizer.py, for log-probabilities and for grammars, which are
+over bytes.
 
 SentencePiece models, and a tokenizer.json whose decoder is byte-level, or `▁` for a blank with or without pieces for
 single bytes. A decoder that does more (WordPiece's `##`) has no such table: there a token's text depends on others.
@@ -8,28 +8,18 @@ single bytes. A decoder that does more (WordPiece's `##`) has no such table: the
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from erniekit.data.token_width import BYTES
 from erniekit.data.vocabulary import JsonVocabulary, SentencePieceVocabulary, Vocabulary
-
-if TYPE_CHECKING:
-    from erniekit.data.tokenizer import Tokenizer
 
 BYTE_OF = {piece: bytes([byte]) for byte, piece in enumerate(BYTES)}
 PLAIN_DECODERS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 
 
-def token_bytes(tokenizer: Tokenizer) -> list[bytes] | None:
-    """By id, as they stand inside a text; control tokens add nothing. None: this tokenizer has no such table."""
-    bytes_of = spelling(tokenizer.vocabulary)
-    if bytes_of is None:
-        return None
-    return [b"" if tokenizer.is_special(id) else bytes_of(id) for id in range(tokenizer.vocab_size)]
-
-
 def spelling(vocabulary: Vocabulary) -> Callable[[int], bytes] | None:
-    """The same for one id at a time, whatever control tokens there are."""
+    """A token's bytes by its id, as they stand inside a text, whatever control tokens there are. None: this vocabulary
+    has no such table."""
     if isinstance(vocabulary, SentencePieceVocabulary):
         return _sentencepiece(vocabulary)
     return _tokenizer_json(vocabulary) if isinstance(vocabulary, JsonVocabulary) else None

@@ -147,6 +147,14 @@ class Tokenizer:
             return self.decode([id], skip_special=False).encode("utf-8", "replace")
         return self._spelling(id)
 
+    def token_bytes(self) -> list[bytes] | None:
+        """Of all ids, as they stand inside a text; control tokens add nothing. None: this tokenizer has no such
+        table."""
+        bytes_of = self._spelling
+        if bytes_of is None:
+            return None
+        return [b"" if self.is_special(id) else bytes_of(id) for id in range(self.vocab_size)]
+
     def least_tokens(self, characters: int) -> int:
         """The least number of tokens of a text of this many characters."""
         return -(-characters // self.widest) if self.widest else 0

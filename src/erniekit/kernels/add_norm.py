@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from erniekit.kernels.autograd_function import Function
 from erniekit.kernels.available import runs_triton
 from erniekit.kernels.rms_norm import rms_norm
 
@@ -48,7 +49,7 @@ def _forward(
     return kernels.add_norm(x.contiguous(), None if added is None else added.contiguous(), weight, eps)
 
 
-class _AddNorm(torch.autograd.Function):
+class _AddNorm(Function):
     """One op for the sum and its norm: backward adds the two gradients that meet there in the pass it makes anyway.
     Of the norm nothing is kept but what it is of."""
 
@@ -63,8 +64,8 @@ class _AddNorm(torch.autograd.Function):
         return x if added is None else total, normed
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         from erniekit.kernels.triton import add_norm as kernels
 
         of_total, of_normed = grads

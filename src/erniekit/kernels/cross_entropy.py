@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from erniekit.kernels.autograd_function import Function
 from erniekit.kernels.head_gradients import (
     CHUNK,
     HeadGradients,
@@ -66,11 +67,11 @@ def reference(
     return F.cross_entropy(logits, labels, ignore_index=ignore, reduction="sum")
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _LinearCrossEntropy(Function):
     """Gradients are formed chunk by chunk in the forward pass, where the logits are at hand."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
@@ -103,5 +104,5 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total if scale is None else total * scale
 
     @staticmethod
-    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
         return (*formed_gradients(ctx, grad_out), *(None,) * 5)

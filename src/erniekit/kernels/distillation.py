@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from erniekit.kernels.autograd_function import Function
 from erniekit.kernels.head_gradients import (
     CHUNK,
     HeadGradients,
@@ -79,11 +80,11 @@ def divergence(
     return total, (log_q.exp() - p) / mix.temperature if gradient else None
 
 
-class _LinearDistillation(torch.autograd.Function):
+class _LinearDistillation(Function):
     """Gradients are formed chunk by chunk in the forward pass, where both models' logits are at hand."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
@@ -120,5 +121,5 @@ class _LinearDistillation(torch.autograd.Function):
         return total if scale is None else total * scale
 
     @staticmethod
-    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
         return (*formed_gradients(ctx, grad_out), *(None,) * 7)

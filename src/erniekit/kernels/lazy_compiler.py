@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 COMPILER = "torch._dynamo"
-_compile, _disable = torch.compile, torch.compiler.disable
+_compile = torch.compile
+_disable: Callable[..., Any] = torch.compiler.disable
 
 
 @contextmanager

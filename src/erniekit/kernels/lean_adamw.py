@@ -4,15 +4,13 @@ which has their definition."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from erniekit.kernels.adamw_slot import Rates, Slot
 from erniekit.kernels.launch_tables import LaunchTables, log_of, triton_type
 from erniekit.kernels.position_noise import TensorPart
-
-if TYPE_CHECKING:
-    from erniekit.kernels.adamw import Rates, Slot
 
 ALIGN = 16  # bytes read at once; and elements, as a row of 8-bit codes must begin on as many bytes
 # 8 elements a thread: at 16 too few warps share a processor, and an H200 took 1.4 times as long.

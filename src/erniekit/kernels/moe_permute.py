@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from erniekit.kernels import expert_reference, few_tokens
+from erniekit.kernels.autograd_function import Function
 from erniekit.kernels.available import runs_triton
 
 MOST_CELLS = torch.iinfo(torch.int16).max  # experts, or experts times groups: rows are sorted by 16-bit numbers
@@ -67,7 +68,7 @@ def sum_choices(rows: torch.Tensor, order: Order, k: int) -> torch.Tensor:
     return expert_reference.sum_choices(rows, order.place_of, k, order.ends)
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, k: int, *order: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(*order)
@@ -75,11 +76,11 @@ class _Gather(torch.autograd.Function):
         return x.index_select(0, order[0] // k)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return sum_choices(grad.contiguous(), Order(*ctx.saved_tensors), ctx.k), None, None, None, None
 
 
-class _Combine(torch.autograd.Function):
+class _Combine(Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, k: int, *order: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(order[0])
@@ -87,12 +88,12 @@ class _Combine(torch.autograd.Function):
         return sum_choices(rows.contiguous(), Order(*order), k)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (row_of,) = ctx.saved_tensors
         return grad.index_select(0, row_of // ctx.k), None, None, None, None
 
 
-class _WeightsOfRows(torch.autograd.Function):
+class _WeightsOfRows(Function):
     @staticmethod
     def forward(ctx: Any, weights: torch.Tensor, row_of: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(row_of)
@@ -100,7 +101,7 @@ class _WeightsOfRows(torch.autograd.Function):
         return weights.reshape(-1).index_select(0, row_of)[:, None]
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (row_of,) = ctx.saved_tensors
         whole = grad.new_zeros(ctx.shape.numel())  # a choice without a row has no share
         return whole.index_copy_(0, row_of, grad[:, 0]).view(ctx.shape), None

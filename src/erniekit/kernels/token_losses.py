@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from erniekit.kernels.autograd_function import Function
 from erniekit.kernels.head_gradients import (
     CHUNK,
     HeadGradients,
@@ -60,12 +61,12 @@ def reference(
     return F.cross_entropy(logits, labels, ignore_index=ignore, reduction="none")
 
 
-class _LinearTokenLosses(torch.autograd.Function):
+class _LinearTokenLosses(Function):
     """[n]. A frozen head's rows get their gradients in forward and their upstream in backward; where the head trains,
     its gradient needs both in one product, so only the rows' logsumexp is kept and backward computes logits again."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
@@ -97,5 +98,5 @@ class _LinearTokenLosses(torch.autograd.Function):
         return losses
 
     @staticmethod
-    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
         return (*row_gradients(ctx, grad_out), *(None,) * 4)

@@ -93,7 +93,7 @@ def projections(model: nn.Module) -> list[Projection]:
                 paddle = paddles[i * len(paddles) // len(publics)]  # Paddle keeps some parts fused
                 place = (module_name, part, start, start + rows, width)
                 expert = i // len(parts) if kind is LoRAExperts else None
-                found.append(Projection(public, paddle, *place, expert, kind is LoRARouter))  # type: ignore[arg-type]
+                found.append(Projection(public, paddle, *place, expert, kind is LoRARouter))
             start += rows
         assert len(publics) == len(parts) * experts_of(base), f"{entry.ours} is stored in other pieces than it has"
     return found

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from erniekit.kernels.autograd_function import Function
 from erniekit.kernels.moe_permute import count
 
 METRICS = {"aux": "router_aux", "z": "router_z", "orthogonal": "router_ortho"}  # their names in the metrics
@@ -30,7 +31,7 @@ class RouterLossWeights:
         return tuple(name for term, name in METRICS.items() if getattr(self, term))
 
 
-class _Attach(torch.autograd.Function):
+class _Attach(Function):
     """y as it is; in backward the loss gets the gradient `share`, as if it had been added to the reported one."""
 
     @staticmethod
@@ -39,7 +40,7 @@ class _Attach(torch.autograd.Function):
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         (share,) = ctx.saved_tensors
         return grad, share, None
 

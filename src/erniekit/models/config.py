@@ -1,14 +1,12 @@
 """DecoderConfig: a model's shape under our names, read from and written to Hugging Face and Paddle `config.json`.
 
-Made by models/*.py from a folder's config.json; plain numbers, no torch.
+Made by models/*.py from a folder's config.json; plain numbers, no torch. What they cost is counted by costs.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from typing import Any
-
-from erniekit.models import costs
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
@@ -123,15 +121,6 @@ class DecoderConfig:
     def outputs(self) -> int:
         """Rows of the head: tokens, or the classes of a score head."""
         return len(self.labels) or self.vocab_size
-
-    def parameters(self) -> int:
-        """Weights in the model; tied embeddings counted once."""
-        return costs.parameters(self)
-
-    def active_parameters(self, vision: bool = False) -> int:
-        """Weights a token of text (or of a picture) meets in the decoder: its chosen experts only, and no layer that
-        predicts further tokens."""
-        return costs.active_parameters(self, vision)
 
 
 def hf_rope(config: DecoderConfig) -> dict[str, Any]:

@@ -7,13 +7,11 @@ docs/performance.md has the definition of MFU. No torch, and nothing here depend
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from erniekit.models import vision_costs
+from erniekit.models.config import DecoderConfig
 from erniekit.weight_kinds import BF16, PLAIN, kinds_of
-
-if TYPE_CHECKING:
-    from erniekit.models.config import DecoderConfig
 
 FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = 2, 2, 2  # FLOPs for each weight and token
 ATTENTION_FORWARD = 2  # FLOPs for each query head, element of a head and squared length: two products, half the square
@@ -131,6 +129,7 @@ def _biases(c: DecoderConfig, products: Iterable[Product]) -> int:
 
 
 def parameters(c: DecoderConfig) -> int:
+    """Weights in the model; tied embeddings counted once."""
     return sum(weights(c).values())
 
 

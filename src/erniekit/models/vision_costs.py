@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from erniekit.models.config import DecoderConfig, VisionShape
+from erniekit.models.config import DecoderConfig, VisionShape
 
 FORWARD, BACKWARD = 2, 4  # FLOPs for each weight and row; backward is of the input and of the weight
 ATTENTION = 4  # for each channel and squared count of a frame's patches: two products, all of the square

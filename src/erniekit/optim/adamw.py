@@ -15,17 +15,8 @@ from torch import nn
 from torch.optim.adamw import adamw
 
 from erniekit.kernels import exact_master, moments8
-from erniekit.kernels.adamw import (
-    FusedAdamW,
-    Rates,
-    Slot,
-    UpdateCheck,
-    check_reference,
-    fits,
-    norm_reference,
-    pack,
-    unpacked,
-)
+from erniekit.kernels.adamw import FusedAdamW, UpdateCheck, check_reference, fits, norm_reference, pack, unpacked
+from erniekit.kernels.adamw_slot import Rates, Slot
 from erniekit.kernels.position_noise import TensorPart
 from erniekit.optim.groups import Group
 from erniekit.optim.loading import load_moments

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from erniekit.kernels.adamw import Rates
+from erniekit.kernels.adamw_slot import Rates
 from erniekit.kernels.newton_schulz import orthogonalised
 from erniekit.optim.adamw import AdamW, own_memory
 

@@ -12,6 +12,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from erniekit.kernels.autograd_function import Function
 from erniekit.kernels.available import shapes_of
 from erniekit.parallel import comm
 
@@ -76,7 +77,7 @@ def scatter_sum_over(x: torch.Tensor, dim: int, group: str, ranks: int) -> torch
     return out
 
 
-class _CopyTo(torch.autograd.Function):
+class _CopyTo(Function):
     """Not an op: those return new memory."""
 
     @staticmethod
@@ -85,7 +86,7 @@ class _CopyTo(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return torch.ops.erniekit.sum_over(grad, ctx.group), None
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from erniekit.kernels.autograd_function import Function
 from erniekit.kernels.moe_permute import Order, by_expert, combine, count, gather, weights_of_rows
 from erniekit.model_contract import bare, pairs_of, spread
 from erniekit.parallel import comm
@@ -180,7 +181,7 @@ def _by_expert_from_ranks(table: torch.Tensor, rows: int) -> Order:
     return Order(row_of, place_of, table.sum(0).cumsum(0).to(torch.int32))
 
 
-class _Travel(torch.autograd.Function):
+class _Travel(Function):
     """Rows to their ranks; gradients go the way back."""
 
     @staticmethod
@@ -189,7 +190,7 @@ class _Travel(torch.autograd.Function):
         return _travel(rows, sent, got, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return _travel(grad, ctx.got, ctx.sent, ctx.group), None, None, None
 
 

@@ -12,7 +12,8 @@ from torch.distributed import ProcessGroup
 
 from erniekit.kernels.wide_squares import sum_of_squares
 from erniekit.parallel import comm
-from erniekit.parallel.mesh import AXES, World
+from erniekit.parallel.layout import AXES
+from erniekit.parallel.mesh import World
 from erniekit.parallel.reduce import all_reduce
 from erniekit.parallel.sharding import Box, Sharding
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from erniekit.errors import PlanError
-from erniekit.parallel.mesh import Layout
+from erniekit.parallel.layout import Layout
 
 ACROSS = "gloo"  # of groups that reach over several islands
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from erniekit.kernels.autograd_function import Function
 from erniekit.parallel import comm
 
 
@@ -62,7 +63,7 @@ class DealtPictures(nn.Module):
         return result
 
 
-class _Join(torch.autograd.Function):
+class _Join(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -81,7 +82,7 @@ class _Join(torch.autograd.Function):
         return torch.cat(parts).index_select(0, place_of)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
         (rows,) = ctx.saved_tensors
         if ctx.summed:
             grad = grad.clone()

@@ -23,7 +23,8 @@ from erniekit.parallel import comm
 from erniekit.parallel.collectives import gather_from, scatter_sum, sum_from
 from erniekit.parallel.fsdp import shard_options
 from erniekit.parallel.islands import ACROSS
-from erniekit.parallel.mesh import AXES, CONFIG_KEYS, World
+from erniekit.parallel.layout import AXES, CONFIG_KEYS
+from erniekit.parallel.mesh import World
 from erniekit.printable import counted
 
 ANSWER = timedelta(seconds=60)  # for one exchange of a few numbers; ranks may still be importing

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from erniekit.parallel.mesh import Layout
+from erniekit.parallel.layout import Layout
 from erniekit.parallel.plan import HeadShare, Plan, Range, Rule, head_share, rule_of, share
 
 Shape = tuple[int, ...]

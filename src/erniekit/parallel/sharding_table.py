@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from erniekit.model_contract import parts_of, spread
-from erniekit.parallel.mesh import Layout
+from erniekit.parallel.layout import Layout
 from erniekit.parallel.plan import Plan
 from erniekit.parallel.sharding import Heads, Sharding
 

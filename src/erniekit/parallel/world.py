@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from erniekit.devices.islands import island_of_rank, parse_islands
 from erniekit.errors import DeviceError, ErnieKitError, PlanError
 from erniekit.parallel.islands import ACROSS, Islands, check_islands
-from erniekit.parallel.mesh import Layout, World, fit
+from erniekit.parallel.layout import Layout, fit
+from erniekit.parallel.mesh import World
 from erniekit.printable import counted
 
 if TYPE_CHECKING:

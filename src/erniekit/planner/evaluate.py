@@ -8,7 +8,8 @@ from functools import cached_property
 from math import ceil
 from typing import Any
 
-from erniekit.parallel.mesh import Layout
+from erniekit.models import costs
+from erniekit.parallel.layout import Layout
 from erniekit.parallel.pipeline_actions import most_in_flight
 from erniekit.planner.activations import ActivationCuts, LayerKernels
 from erniekit.planner.device_pool import DevicePool
@@ -250,7 +251,7 @@ def work_of(
 
 
 def teacher_bytes(job: Job) -> float:
-    return float(job.teacher.parameters() * job.compute) if job.teacher is not None else 0.0
+    return float(costs.parameters(job.teacher) * job.compute) if job.teacher is not None else 0.0
 
 
 def _compared(job: Job, tokens: int) -> float:

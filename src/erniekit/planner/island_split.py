@@ -11,7 +11,7 @@ from itertools import accumulate
 from erniekit.errors import PlanError
 from erniekit.models.config import DecoderConfig
 from erniekit.models.costs import layer_products
-from erniekit.parallel.mesh import Layout
+from erniekit.parallel.layout import Layout
 from erniekit.planner.evaluate import held_of, work_of
 from erniekit.planner.job import Job
 from erniekit.planner.memory import GIB, USABLE, PeakBytes, recomputing, rounded, step_bytes

@@ -13,7 +13,7 @@ from itertools import accumulate, groupby
 from math import gcd
 
 from erniekit.errors import PlanError
-from erniekit.parallel.mesh import Layout
+from erniekit.parallel.layout import Layout
 from erniekit.planner import timing
 from erniekit.planner.cluster import Cluster
 from erniekit.planner.device_pool import DevicePool

@@ -7,7 +7,7 @@ from typing import Any
 
 from erniekit.kernels.stored import multiplied_in_fp8
 from erniekit.models.config import DecoderConfig
-from erniekit.parallel.mesh import CONFIG_KEYS, Layout
+from erniekit.parallel.layout import CONFIG_KEYS, Layout
 from erniekit.planner.static_bytes import TensorBlocks
 from erniekit.weight_kinds import BF16, PLAIN, kinds_of
 

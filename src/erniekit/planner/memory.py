@@ -156,7 +156,9 @@ def _fullest(c: DecoderConfig, held: HeldBytes, work: RankWork, kept_here: KeptB
     for moment in MOMENTS:
         parts = moment(c, held, work, kept_here)
         gradients, optimiser, activations, logits = parts
-        total = weights + gradients + optimiser + activations + logits + buffers + WORKSPACE  # in the order of PeakBytes
+        total = (
+            weights + gradients + optimiser + activations + logits + buffers + WORKSPACE
+        )  # in the order of PeakBytes
         if total > most:
             most, found = total, (parts, moment)
     return most, *found

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from erniekit.errors import PlanError
-from erniekit.parallel.mesh import Layout, fit
+from erniekit.parallel.layout import Layout, fit
 from erniekit.planner.device_pool import DevicePool
 from erniekit.planner.evaluate import Candidate, evaluate
 from erniekit.planner.job import Job

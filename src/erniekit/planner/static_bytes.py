@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from erniekit.kernels.moments8 import BLOCK, fits8
 from erniekit.models.costs import MASTER_BYTES, MOMENT_BYTES
-from erniekit.parallel.mesh import Layout
+from erniekit.parallel.layout import Layout
 from erniekit.parallel.sharding import FRONT, Sharding
 
 SMALLEST = 16  # columns of a block of 8-bit moments

@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
-from erniekit.parallel.mesh import Layout
+from erniekit.parallel.layout import Layout
 from erniekit.parallel.plan import share as even_share
 from erniekit.planner import timing
 from erniekit.planner.device_pool import DevicePool

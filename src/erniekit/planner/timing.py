@@ -19,7 +19,7 @@ from erniekit.models.costs import (
     WEIGHT_GRADIENT,
     layer_products,
 )
-from erniekit.parallel.mesh import Layout
+from erniekit.parallel.layout import Layout
 from erniekit.planner.cards import CardRates
 from erniekit.planner.job import Job
 from erniekit.planner.static_bytes import TensorBytes

@@ -18,7 +18,7 @@ from erniekit.lora.frozen_base import store_frozen
 from erniekit.lora.inject import inject
 from erniekit.parallel.apply import SpreadOptions, parallelise
 from erniekit.parallel.expert import dispatch_of
-from erniekit.parallel.mesh import Layout
+from erniekit.parallel.layout import Layout
 from erniekit.parallel.sharding import Sharding
 from erniekit.parallel.sharding_table import plain, sharding_of
 from erniekit.parallel.step_metrics import StepMetrics

@@ -36,10 +36,11 @@ def require(holds: bool, what: str, where: Path) -> None:
 def describe(folder: Path) -> str:
     from erniekit.checkpoint.model_folder import ModelFolder
     from erniekit.data.tokenizer import load_tokenizer
+    from erniekit.models import costs
 
     config = ModelFolder(folder).config
     tokens = load_tokenizer(folder).vocab_size
-    return f"{config.num_layers} layers, {config.parameters():,} weights; a tokenizer of {tokens:,} pieces"
+    return f"{config.num_layers} layers, {costs.parameters(config):,} weights; a tokenizer of {tokens:,} pieces"
 
 
 def losses(output: Path) -> list[float]:

@@ -14,6 +14,7 @@ from erniekit.errors import ConfigError, ErnieKitError
 from erniekit.kernels.distillation import Mix
 from erniekit.log import emit
 from erniekit.losses.distillation import DistillationLoss, DistillingHead, KeptHidden
+from erniekit.models import costs
 from erniekit.models.score_head import refuse as refuse_score_head
 from erniekit.recipes.built import Built
 from erniekit.recipes.run_plan import RunPlan
@@ -77,7 +78,7 @@ def mix_of(cfg: RunConfig) -> Mix:
 
 def install(cfg: RunConfig, built: Built, found: Found) -> None:
     install_model(cfg, built, found.build(built.dtype, built.device.handle))
-    d, count = cfg.distill, found.weights.config.parameters()
+    d, count = cfg.distill, costs.parameters(found.weights.config)
     whole = ", whole on every rank" if built.world.size > 1 else ""
     soft = f"{d.distill_alpha:g} x {d.distill_kl} KL at temperature {d.distill_temperature:g}"
     hard = f"{1 - d.distill_alpha:g} x cross-entropy"

@@ -28,7 +28,7 @@ def doctor_command(args: list[str]) -> int:
 def check_run(cfg: RunConfig) -> None:
     """All that training does before its first step."""
     with without_collections():
-        from erniekit.parallel.mesh import CONFIG_KEYS
+        from erniekit.parallel.layout import CONFIG_KEYS
         from erniekit.recipes import run_summary, slowdowns, stage_of
         from erniekit.recipes.build import build
         from erniekit.recipes.datasets import with_data

@@ -21,7 +21,8 @@ from erniekit.models.layers.router import Router
 from erniekit.parallel.collectives import sum_from
 from erniekit.parallel.engine import Engine
 from erniekit.parallel.gradients import local
-from erniekit.parallel.mesh import AXES, World
+from erniekit.parallel.layout import AXES
+from erniekit.parallel.mesh import World
 from erniekit.parallel.recompute import recompute_blocks
 from erniekit.recipes.built import Built
 from erniekit.recipes.expert_settings import IGNORED, bias_step, weights_of

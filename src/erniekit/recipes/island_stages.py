@@ -18,7 +18,8 @@ from erniekit.devices.base import Device
 from erniekit.devices.islands import island_of_rank, parse_islands
 from erniekit.log import emit
 from erniekit.models.config import DecoderConfig
-from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.layout import Layout
+from erniekit.parallel.mesh import World
 from erniekit.planner.island_split import fitted
 from erniekit.planner.memory import GIB
 from erniekit.printable import counted

@@ -10,7 +10,7 @@ from typing import Any
 
 from erniekit.config import RunConfig
 from erniekit.loss_table import SCORE_KEYS
-from erniekit.models import find
+from erniekit.models import costs, find
 from erniekit.models.config import DecoderConfig
 from erniekit.models.released import released
 
@@ -61,5 +61,5 @@ def teacher_of(cfg: RunConfig) -> DecoderConfig | None:
 def other_model_bytes(cfg: RunConfig, model: DecoderConfig, each: int = 2) -> float:
     """Weights of all of them on one device; each: bytes of a number."""
     teacher = teacher_of(cfg)
-    own = model.parameters() if live_copy(cfg) else 0
-    return float(each * (own + (teacher.parameters() if teacher is not None else 0)))
+    own = costs.parameters(model) if live_copy(cfg) else 0
+    return float(each * (own + (costs.parameters(teacher) if teacher is not None else 0)))

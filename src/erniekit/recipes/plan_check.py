@@ -12,7 +12,7 @@ from math import ceil
 from erniekit.config import RunConfig
 from erniekit.devices.base import GIB, Device
 from erniekit.errors import DeviceError, ErnieKitError
-from erniekit.parallel.mesh import Layout
+from erniekit.parallel.layout import Layout
 from erniekit.parallel.world import ranks_started
 from erniekit.planner.cards import CARDS, Card, rates_of
 from erniekit.planner.device_pool import DevicePool

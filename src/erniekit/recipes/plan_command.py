@@ -20,7 +20,8 @@ from erniekit.early_imports import without_collections
 from erniekit.errors import ConfigError, PlanError
 from erniekit.files.marked_file import state_of, write_marked
 from erniekit.log import emit
-from erniekit.parallel.mesh import CONFIG_KEYS
+from erniekit.models import costs
+from erniekit.parallel.layout import CONFIG_KEYS
 from erniekit.planner.cards import rates_of
 from erniekit.planner.cluster import FIX, Cluster, parse
 from erniekit.printable import counted
@@ -162,9 +163,9 @@ def _show_job(cfg: RunConfig, job: Job, source: str, place: DevicePool) -> None:
 
     how = f"LoRA rank {job.rank}" if job.rank else "all weights"
     if job.teacher is not None:
-        how += f", a teacher of {job.teacher.parameters() / 1e9:.2f} billion on every rank"
+        how += f", a teacher of {costs.parameters(job.teacher) / 1e9:.2f} billion on every rank"
     emit(
-        f"job      {job.model.parameters() / 1e9:.2f} billion weights ({source}), {cfg.train.stage}, {how}, "
+        f"job      {costs.parameters(job.model) / 1e9:.2f} billion weights ({source}), {cfg.train.stage}, {how}, "
         f"{counted(job.packs, 'sequence')} of {job.length:,} tokens per step, {job.rows} in a micro-batch"
     )
     for text in _notes(cfg):

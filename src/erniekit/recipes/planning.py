@@ -20,7 +20,7 @@ from erniekit.models.config import DecoderConfig
 from erniekit.models.costs import adapters_met_of
 from erniekit.models.released import RELEASED
 from erniekit.optim.muon_names import by_muon
-from erniekit.parallel.mesh import Layout, fit
+from erniekit.parallel.layout import Layout, fit
 from erniekit.parallel.sharding_table import plain, sharding_of
 from erniekit.parallel.world import layout_of
 from erniekit.planner.job import Job

@@ -38,13 +38,12 @@ from erniekit.recipes.build import build
 from erniekit.recipes.built import Built
 from erniekit.recipes.fp8_training import scales_of
 from erniekit.recipes.weights import Fill
-from erniekit.train.hooks import Hook
+from erniekit.train.hooks import Hook, TrainingLoop
 from erniekit.train.step import StepResult
 
 if TYPE_CHECKING:
     from erniekit.recipes.datasets import TrainData
     from erniekit.recipes.stage import TrainingStage
-    from erniekit.train.trainer import Trainer
 
 LOG_PROBS = "log_probs.npy"
 SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
@@ -125,7 +124,7 @@ class RefreshReference(Hook):
     def __init__(self, reference: Built, policy: Built, every: int, output: Path) -> None:
         self.reference, self.policy, self.every, self.output = reference, policy, every, output
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, trainer: TrainingLoop) -> None:
         """A resumed run has the reference of the run that was stopped, where a checkpoint still holds it."""
         step = trainer.state.step
         last = step - step % self.every
@@ -145,10 +144,10 @@ class RefreshReference(Hook):
                 f"of step {step}, so this is not the run that was stopped. save_steps: {self.every} would keep it"
             )
 
-    def waits_for(self, trainer: Trainer, step: int) -> bool:
+    def waits_for(self, trainer: TrainingLoop, step: int) -> bool:
         return step % self.every == 0
 
-    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+    def after_step(self, trainer: TrainingLoop, result: StepResult) -> None:
         if self.waits_for(trainer, result.step):
             self._copy()
 

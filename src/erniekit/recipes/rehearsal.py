@@ -23,8 +23,9 @@ from erniekit.devices.base import Device
 from erniekit.errors import PlanError
 from erniekit.lora.adapters_off import adapters_off
 from erniekit.models import MODELS, score_head
+from erniekit.parallel.layout import Layout
 from erniekit.parallel.memory import give_memory
-from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.mesh import World
 from erniekit.parallel.sharding_table import sharding_of
 from erniekit.parallel.world import check_named_islands
 from erniekit.recipes import distillation, expert_layers, fp8_training, other_models, planning, stage_of

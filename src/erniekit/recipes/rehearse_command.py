@@ -20,7 +20,7 @@ from erniekit.recipes import rehearsed_timeline
 
 if TYPE_CHECKING:
     from erniekit.devices.base import Device
-    from erniekit.parallel.mesh import Layout
+    from erniekit.parallel.layout import Layout
     from erniekit.recipes.rehearsal import Rehearsal
     from erniekit.recipes.rehearsed_timeline import Wanted
 
@@ -68,7 +68,7 @@ def rehearse_command(args: list[str]) -> int:
 
 
 def layout_on(cfg: RunConfig, ranks: int | None) -> Layout:
-    from erniekit.parallel.mesh import AXES, fit
+    from erniekit.parallel.layout import AXES, fit
     from erniekit.parallel.world import layout_of
 
     if ranks is None:

@@ -19,7 +19,7 @@ from erniekit.data.types import IGNORE, IMAGE, TEXT, VIDEO, Batch, Pack, Sample,
 from erniekit.data.unpaired import UnpairedSample
 from erniekit.data.unpaired_collate import collate_unpaired
 from erniekit.models.config import VisionShape
-from erniekit.parallel.mesh import Layout
+from erniekit.parallel.layout import Layout
 from erniekit.recipes.other_models import live_reference
 from erniekit.recipes.run_plan import RunPlan
 

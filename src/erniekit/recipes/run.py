@@ -81,7 +81,7 @@ def _on_card(cfg: RunConfig) -> bool:
 
 def check_world(cfg: RunConfig, ranks: int) -> None:
     """Before any rank is started: whether the run can be spread over this number."""
-    from erniekit.parallel.mesh import fit
+    from erniekit.parallel.layout import fit
     from erniekit.parallel.world import check_ranks_of_islands, check_schedule, layout_of
 
     check_ranks_of_islands(cfg.parallel.islands, ranks)

@@ -29,7 +29,7 @@ from erniekit.lora.adapter_files import is_adapter
 from erniekit.lora.base import trained_on
 from erniekit.lora.frozen_base import check as check_frozen_base
 from erniekit.lora.settings import LoRASettings
-from erniekit.models.costs import weight_bytes
+from erniekit.models import costs
 from erniekit.parallel.cuda_graphs import Graphed
 from erniekit.parallel.mesh import World
 from erniekit.parallel.self_test import check_collectives
@@ -265,8 +265,8 @@ def _refuse_oversized(cfg: RunConfig, folder: ModelFolder, device: Device, world
     """A model from scratch has no weight files whose sizes could contradict its config.json: memory is what bounds it.
     Only its weights are counted, as they are stored, spread over all ranks: a model above that cannot be trained at
     all. Packed weights may wait in host memory as well."""
-    count, base = folder.config.parameters(), memory_decisions.base_of(cfg)
-    each = weight_bytes(folder.config, base) / world.size
+    count, base = costs.parameters(folder.config), memory_decisions.base_of(cfg)
+    each = costs.weight_bytes(folder.config, base) / world.size
     has = device.total_memory or 0
     available = has + (0 if base == BF16 else pick("cpu").total_memory or 0)
     if has and each > available:

@@ -18,6 +18,7 @@ from erniekit.kernels.packed_attention import faster_attention
 from erniekit.kernels.selection import Choice
 from erniekit.log import emit
 from erniekit.lora.coverage import coverage, coverage_table
+from erniekit.models import costs
 from erniekit.printable import counted, every
 from erniekit.recipes import kernel_table, repeat, trained_weights
 from erniekit.recipes.built import Built
@@ -47,9 +48,9 @@ def show_plan(plan: RunPlan) -> None:
         own = f"rank {cfg.lora.lora_rank} and alpha {cfg.lora.lora_alpha} are its own"
         emit(f"adapter  training continues from {cfg.lora.lora_path[0]}; {own}")
     layout = "Paddle" if folder.layout == "paddle" else "HF"
-    weights = f"{short(c.parameters())} weights"
+    weights = f"{short(costs.parameters(c))} weights"
     if c.moe is not None:
-        weights += f", {short(c.active_parameters())} of them used per token"
+        weights += f", {short(costs.active_parameters(c))} of them used per token"
     emit(f"model    {folder.path} ({c.family}, {weights}, {counted(c.num_layers, 'layer')}, {layout} layout)")
     if world.size > 1:
         emit(f"layout   {world.size} ranks: {world.layout.describe()}")

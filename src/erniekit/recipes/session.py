@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from erniekit.data.given_rows import GivenRows
 from erniekit.errors import ConfigError
@@ -13,11 +13,8 @@ from erniekit.losses.own import TokenLoss
 from erniekit.losses.own_preference import PairLoss
 from erniekit.parallel.mesh import World
 from erniekit.track import Tracker
-from erniekit.train.hooks import Hook
+from erniekit.train.hooks import Hook, TrainingLoop
 from erniekit.train.step import StepResult
-
-if TYPE_CHECKING:
-    from erniekit.train.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -43,10 +40,10 @@ class StepFunction(Hook):
     def __init__(self, function: Callable[[StepResult], Any]) -> None:
         self.function = function
 
-    def waits_for(self, trainer: Trainer, step: int) -> bool:
+    def waits_for(self, trainer: TrainingLoop, step: int) -> bool:
         return False  # it gets only the step's numbers, not the weights
 
-    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+    def after_step(self, trainer: TrainingLoop, result: StepResult) -> None:
         self.function(result)
 
 

@@ -25,7 +25,7 @@ from erniekit.errors import ConfigError, PlanError
 from erniekit.log import emit
 from erniekit.models import MODELS
 from erniekit.models.init import init_weights
-from erniekit.parallel.mesh import CONFIG_KEYS, EXPERT_AXES, Layout
+from erniekit.parallel.layout import CONFIG_KEYS, EXPERT_AXES, Layout
 from erniekit.parallel.world import EXPERTS_OVER
 from erniekit.printable import counted
 from erniekit.recipes.planning import raw_shape

@@ -19,7 +19,8 @@ from erniekit.kernels.available import why_no_triton
 from erniekit.kernels.selection import ALIGNED
 from erniekit.models.config import DecoderConfig
 from erniekit.models.costs import token_flops
-from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.layout import Layout
+from erniekit.parallel.mesh import World
 from erniekit.recipes.memory_decisions import (
     GIB,
     base_of,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
 from itertools import chain, combinations
 
-from erniekit.parallel.mesh import AXES, EXPERT_AXES, Layout
+from erniekit.parallel.layout import AXES, EXPERT_AXES, Layout
 from erniekit.rehearse.calls import RankGroup, Trace
 
 Key = Callable[[int], Hashable]

@@ -6,27 +6,22 @@ It connects to a running server, or starts one for a folder (chat_server.py); ei
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 from erniekit.config import RunConfig, load, refuse_not_yet_supported
 from erniekit.config.opening_line import announce_command
-from erniekit.data.media.limits import MediaLimits
 from erniekit.errors import ConfigError, ErnieKitError
-from erniekit.log import colour_on, paint
 from erniekit.serve import chat_media
-from erniekit.serve.chat_client import EVERYWHERE, Address, ChatAnswer, Client, NoAnswer, address_of, is_address
-from erniekit.serve.chat_commands import QUOTES, TextFile, command_in, run_command
-from erniekit.serve.chat_media import Attachment
+from erniekit.serve.chat_client import EVERYWHERE, Address, Client, NoAnswer, address_of, is_address
+from erniekit.serve.chat_commands import QUOTES, command_in, run_command
+from erniekit.serve.chat_screen import CONTROLS, Screen, notes_on
+from erniekit.serve.chat_session import ChatSession
 from erniekit.serve.interrupts import prompt_interrupts
-from erniekit.serve.output_parser import Delta
 from erniekit.serve.server import read_key
 
 HINT = "'exit' quits, 'clear' resets, '/help' lists commands, Ctrl-C stops an answer"
-# Characters a terminal would act on rather than show: all control characters but tab and newline.
-_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
 
 def chat_command(args: list[str]) -> int:
@@ -135,105 +130,6 @@ def request_fields(cfg: RunConfig) -> dict[str, Any]:
 # ---- the conversation
 
 
-@dataclass
-class ChatSession:
-    """A conversation so far. Thoughts are no part of it; what failed or was refused leaves no trace."""
-
-    client: Client
-    options: Mapping[str, Any]
-    system: str = ""
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    attached: list[Attachment] = field(default_factory=list)  # for the next question
-    files: list[TextFile] = field(default_factory=list)  # for the next question, too
-    pixels: int = MediaLimits.pixels  # most of a picture
-
-    def __post_init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        self.messages = []
-        self.set_system(self.system)
-        self.attached, self.files = [], []
-        self._files: dict[str, str] = {}  # place in the request -> the file that is there
-
-    def set_system(self, text: str) -> None:
-        """Replaces the system text; the messages so far stay."""
-        dialogue = [message for message in self.messages if message["role"] != "system"]
-        self.system = text
-        self.messages = [*([{"role": "system", "content": text}] if text else []), *dialogue]
-
-    def attach(self, line: str) -> Attachment | None:
-        """What the line attaches to the next question, if it does."""
-        found = chat_media.command(line, self.pixels)
-        if found is not None:
-            self.attached.append(found)
-        return found
-
-    def send(self, text: str, screen: Screen) -> ChatAnswer:
-        """Ctrl-C closes the connection, which stops the server, and keeps the text so far."""
-        text, named = chat_media.named_in(text, self.pixels)
-        text = "\n".join([*(file.block for file in self.files), text])
-        self.files = []
-        shown, self.attached = [*self.attached, *named], []
-        files = {f"messages[{len(self.messages)}].content[{k}]": str(one.path) for k, one in enumerate(shown)}
-        messages = [*self.messages, {"role": "user", "content": chat_media.content(text, shown)}]
-        answer = ChatAnswer()
-        try:
-            with closing(self.client.answer(messages, self.options, answer)) as pieces:
-                for piece in pieces:
-                    screen.show(piece)
-        except KeyboardInterrupt:
-            answer.finish = "interrupt"
-        except NoAnswer as error:
-            error.where = {**self._files, **files}.get(error.where, error.where)
-            raise
-        if answer.text or answer.finish != "interrupt":
-            # Half a character may come of a cut answer, and no server takes it back.
-            reply = answer.text.encode("utf-8", "replace").decode()
-            self.messages = [*messages, {"role": "assistant", "content": reply}]
-            self._files |= files
-        return answer
-
-
-class Screen:
-    """An answer as it comes: its thoughts dimmed and under a heading, or on a stream of their own."""
-
-    def __init__(self, output: TextIO, thoughts: TextIO) -> None:
-        self.output, self.thoughts = output, thoughts
-        self.last = ""  # the kind shown last
-
-    def show(self, piece: Delta) -> None:
-        text, kind = piece.text.translate(_CONTROLS), piece.kind
-        if kind == "reasoning":
-            if self.last != kind:
-                self._put("thinking:\n", self.thoughts)
-            text = paint(text, "dim", on=colour_on(self.thoughts))
-        elif self.last == "reasoning":
-            self._put("\nanswer:\n" if self.thoughts is self.output else "\n", self.thoughts)
-        self.last = kind
-        self._put(text, self.thoughts if kind == "reasoning" else self.output)
-
-    def ending(self, notes: str, output: TextIO) -> str:
-        """Ends the line, with notes on the answer."""
-        return f" {notes}" if notes and self.last and output is self.output else notes
-
-    def end(self, notes: str, output: TextIO) -> None:
-        self._put(self.ending(notes, output) + "\n", output)
-
-    @staticmethod
-    def _put(text: str, stream: TextIO) -> None:
-        print(text, end="", file=stream, flush=True)
-
-
-def notes_on(answer: ChatAnswer) -> str:
-    known = {None: "", "stop": "", "tool_calls": "", "length": "[cut at the length limit]", "interrupt": "[stopped]"}
-    notes = [known.get(answer.finish, f"[{answer.finish}]")]
-    if answer.usage:
-        prompt, generated = (answer.usage.get(name, "?") for name in ("prompt_tokens", "completion_tokens"))
-        notes.append(f"[{prompt} prompt tokens, {generated} generated]")
-    return " ".join(note for note in notes if note).translate(_CONTROLS)
-
-
 def answer_prompt(session: ChatSession, prompt: str, output: TextIO, notes_output: TextIO) -> int:
     """One answer, and nothing else on `output`: reasoning and notes go to `notes_output`."""
     screen = Screen(output, notes_output)
@@ -282,9 +178,9 @@ def _whole(line: str, input_stream: TextIO, output: TextIO) -> str:
 
 def _command_output(session: ChatSession, name: str, rest: str) -> str:
     try:
-        return run_command(session, name, rest).translate(_CONTROLS)
+        return run_command(session, name, rest).translate(CONTROLS)
     except ErnieKitError as error:
-        return "\n".join(error.lines()).translate(_CONTROLS)
+        return "\n".join(error.lines()).translate(CONTROLS)
 
 
 def _turn(session: ChatSession, text: str, output: TextIO) -> tuple[int, str]:
@@ -295,7 +191,7 @@ def _turn(session: ChatSession, text: str, output: TextIO) -> tuple[int, str]:
         print("Assistant: ", end="", file=output, flush=True)
         answer = session.send(text, screen)
     except ErnieKitError as error:
-        return 0, "\n" + "\n".join(error.lines()).translate(_CONTROLS)
+        return 0, "\n" + "\n".join(error.lines()).translate(CONTROLS)
     except KeyboardInterrupt:  # before the request was sent
         return 1, "[stopped]"
     return int(answer.finish == "interrupt"), screen.ending(notes_on(answer), output)

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from erniekit.data.token_bytes import token_bytes
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.serve.output_grammar import OutputGrammar
 from erniekit.serve.output_parser import THINK_END
@@ -46,7 +45,7 @@ class TokenTable:
     def __init__(self, tokenizer: Tokenizer, vocab: int, ends: frozenset[int]) -> None:
         from llguidance import LLTokenizer, TokenizerWrapper
 
-        token_texts = token_bytes(tokenizer)
+        token_texts = tokenizer.token_bytes()
         if token_texts is None:
             raise NoGrammar
         special = [id for id in range(vocab) if tokenizer.is_special(id)]

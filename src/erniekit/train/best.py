@@ -8,12 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from erniekit.log import warn
-from erniekit.train.hooks import Hook
+from erniekit.train.hooks import Hook, TrainingLoop
 from erniekit.train.save import SaveHook
 
 if TYPE_CHECKING:
     from erniekit.train.step import StepResult
-    from erniekit.train.trainer import Trainer
 
 Best = tuple[float | None, int | None]  # its metric and its step
 
@@ -27,13 +26,13 @@ class KeepBest(Hook):
         self._on_disk: Best = (None, None)
         self._pending: Best | None = None  # its save has not ended, or its outcome was not read yet
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, trainer: TrainingLoop) -> None:
         self._on_disk = _best_of(trainer)
 
-    def waits_for(self, trainer: Trainer, step: int) -> bool:
+    def waits_for(self, trainer: TrainingLoop, step: int) -> bool:
         return False
 
-    def keep(self, trainer: Trainer) -> None:
+    def keep(self, trainer: TrainingLoop) -> None:
         if self._pending is not None:  # overtaken by a better one, which is saved once that save has ended
             self.saver.saves.wait()
             self._lands()
@@ -42,14 +41,14 @@ class KeepBest(Hook):
         self.save.save(trainer)
         self._confirm(trainer)
 
-    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+    def after_step(self, trainer: TrainingLoop, result: StepResult) -> None:
         self._confirm(trainer)
 
-    def on_end(self, trainer: Trainer) -> None:
+    def on_end(self, trainer: TrainingLoop) -> None:
         self.saver.saves.wait()
         self._confirm(trainer)
 
-    def _confirm(self, trainer: Trainer) -> None:
+    def _confirm(self, trainer: TrainingLoop) -> None:
         """Once its save has ended."""
         if self._pending is None or self.saver.saves.in_flight:
             return
@@ -69,5 +68,5 @@ class KeepBest(Hook):
         return landed
 
 
-def _best_of(trainer: Trainer) -> Best:
+def _best_of(trainer: TrainingLoop) -> Best:
     return trainer.state.best_metric, trainer.state.best_step

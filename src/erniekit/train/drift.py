@@ -17,11 +17,10 @@ import torch
 from erniekit.errors import ErnieKitError
 from erniekit.parallel.sharding import Box, Sharding
 from erniekit.train.agreement import HostGroup
-from erniekit.train.hooks import Hook
+from erniekit.train.hooks import Hook, TrainingLoop
 
 if TYPE_CHECKING:
     from erniekit.train.step import StepResult
-    from erniekit.train.trainer import Trainer
 
 CHUNK = 1 << 20  # 4-byte words at a time: 8 MiB of weights and 8 MiB of products besides the tensor
 _ODD = -0x61C8864680B583EB  # any large odd number: multiplying by it loses nothing modulo 2**64
@@ -95,10 +94,10 @@ class ReplicaDrift(Hook):
         self.checks = 0
         self.equal = False  # the copies, as they are now
 
-    def waits_for(self, trainer: Trainer, step: int) -> bool:
+    def waits_for(self, trainer: TrainingLoop, step: int) -> bool:
         return bool(self.every) and self.world.size > 1 and (not self.checks or step % self.every == 0)
 
-    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+    def after_step(self, trainer: TrainingLoop, result: StepResult) -> None:
         self.equal = False
         if self.waits_for(trainer, result.step):
             self.check(result.step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from erniekit.errors import ConfigError
 from erniekit.parallel.mesh import World
@@ -14,11 +14,8 @@ from erniekit.registry import nearest
 from erniekit.track import Trackers
 from erniekit.train.agreement import HostGroup, agree_on_stop
 from erniekit.train.evaluate import Abandoned, GoOn
-from erniekit.train.hooks import Hook
+from erniekit.train.hooks import Hook, TrainingLoop
 from erniekit.train.step import StepResult
-
-if TYPE_CHECKING:
-    from erniekit.train.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -49,9 +46,9 @@ class EvalHook(Hook):
         trackers: Trackers,
         every: int,
         rule: BestRule,
-        on_best: Callable[[Trainer], None] | None = None,
+        on_best: Callable[[TrainingLoop], None] | None = None,
         at_end: bool = True,
-        leave: Callable[[Trainer, str], NoReturn] | None = None,
+        leave: Callable[[TrainingLoop, str], NoReturn] | None = None,
         world: HostGroup | None = None,
         generate: Callable[[int], dict[str, float]] | None = None,
     ) -> None:
@@ -65,24 +62,24 @@ class EvalHook(Hook):
         self.last: dict[str, float] = {}
         self._last_step = -1
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, trainer: TrainingLoop) -> None:
         """A checkpoint is written before its step is evaluated, so a run that goes on from it does that first."""
         step = trainer.state.step
         if step and self.waits_for(trainer, step) and trainer.state.evaluated_step != step:
             self._evaluate(trainer)
 
-    def waits_for(self, trainer: Trainer, step: int) -> bool:
+    def waits_for(self, trainer: TrainingLoop, step: int) -> bool:
         return bool(self.every) and step % self.every == 0
 
-    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+    def after_step(self, trainer: TrainingLoop, result: StepResult) -> None:
         if self.waits_for(trainer, result.step):
             self._evaluate(trainer)
 
-    def on_end(self, trainer: Trainer) -> None:
+    def on_end(self, trainer: TrainingLoop) -> None:
         if self.at_end and self._last_step != trainer.state.step:
             self._evaluate(trainer)
 
-    def _evaluate(self, trainer: Trainer) -> None:
+    def _evaluate(self, trainer: TrainingLoop) -> None:
         state, rule = trainer.state, self.rule
         stop_signal: str | None = None
 

@@ -14,11 +14,10 @@ from torch.distributed import ProcessGroup
 from erniekit.parallel.engine import Engine
 from erniekit.parallel.reduce import all_reduce
 from erniekit.parallel.sharding import Box
-from erniekit.train.hooks import Hook
+from erniekit.train.hooks import Hook, TrainingLoop
 
 if TYPE_CHECKING:
     from erniekit.train.step import Launched, StepResult
-    from erniekit.train.trainer import Trainer
 
 BANKS = ("text", "vision")  # in the order of a layer's loads
 Pieces = tuple[torch.Tensor, tuple[Box, ...]]  # this rank's memory of a bias, and where in it which experts are
@@ -48,16 +47,16 @@ class ExpertBalance(Hook):
         if name == "restore":  # the step that led here does not count
             self.engine.usage.clear()
 
-    def launched(self, trainer: Trainer, step: Launched) -> None:
+    def launched(self, trainer: TrainingLoop, step: Launched) -> None:
         loads = self._loads()
         step.bring("loads", loads)
         if self.step:
             self._move(loads, step.good)
 
-    def waits_for(self, trainer: Trainer, step: int) -> bool:
+    def waits_for(self, trainer: TrainingLoop, step: int) -> bool:
         return False
 
-    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+    def after_step(self, trainer: TrainingLoop, result: StepResult) -> None:
         loads = result.brought["loads"]
         self._since_record = loads if self._since_record is None else self._since_record + loads
 

@@ -22,13 +22,12 @@ from erniekit.parallel import comm
 from erniekit.parallel.gradients import local
 from erniekit.parallel.mesh import World
 from erniekit.parallel.sharding import Sharding
-from erniekit.train.hooks import Hook
+from erniekit.train.hooks import Hook, TrainingLoop
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from erniekit.train.step import Launched
-    from erniekit.train.trainer import Trainer
 
 ROWS = 4096  # of a weight that are rotated at a time
 
@@ -84,12 +83,12 @@ class StaticScales(Hook):
             for layer in self.layers.values():
                 layer.rounding.measuring = False
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, trainer: TrainingLoop) -> None:
         """What checks before the run sent through the model does not count."""
         for layer in self.layers.values():
             layer.rounding.most.zero_()
 
-    def launched(self, trainer: Trainer, step: Launched) -> None:
+    def launched(self, trainer: TrainingLoop, step: Launched) -> None:
         self.after_update(step.good)
 
     @torch.no_grad()

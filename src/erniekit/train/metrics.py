@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -24,11 +24,8 @@ from erniekit.models.layers.vision_language import TOKENS
 from erniekit.models.vision_costs import Patches
 from erniekit.track import Trackers
 from erniekit.train.data_wait import DataWait
-from erniekit.train.hooks import Hook
+from erniekit.train.hooks import Hook, TrainingLoop
 from erniekit.train.step import StepResult
-
-if TYPE_CHECKING:
-    from erniekit.train.trainer import Trainer
 
 RECORDS = 1000  # the latest, of whose speeds the median is taken
 
@@ -104,11 +101,11 @@ class LogHook(Hook):
         self._shown, self._waited = PictureCounts(), 0.0
         self._since = since
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, trainer: TrainingLoop) -> None:
         self._reset(time.perf_counter())
         self.trackers.start(total_steps=trainer.max_steps, start_step=trainer.state.step)
 
-    def waits_for(self, trainer: Trainer, step: int) -> bool:
+    def waits_for(self, trainer: TrainingLoop, step: int) -> bool:
         return False
 
     def phase(self, name: str) -> None:
@@ -118,7 +115,7 @@ class LogHook(Hook):
         elif name == "restore":
             self._wait.forget()
 
-    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+    def after_step(self, trainer: TrainingLoop, result: StepResult) -> None:
         self._steps += 1
         self._waited += self._wait.finished(result.finished_at)
         self._shown = PictureCounts(*map(sum, zip(self._shown, result.shown)))
@@ -162,7 +159,7 @@ class LogHook(Hook):
         own = step_flops(self.config, token_counts, self.frozen_base, adapters, *self.more_of)
         return own if vision_training is None else own + vision_training.flops(self.config, self._shown)
 
-    def _record(self, trainer: Trainer, result: StepResult) -> dict[str, float | None]:
+    def _record(self, trainer: TrainingLoop, result: StepResult) -> dict[str, float | None]:
         seconds = max(1e-9, result.finished_at - self._since)
         self._speeds.append(self._tokens / seconds)
         loss = sum(self._losses) / len(self._losses)

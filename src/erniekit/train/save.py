@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -36,11 +36,8 @@ from erniekit.printable import counted
 from erniekit.track import Trackers
 from erniekit.train.agreement import agree_on_stop, agree_on_stop_or_save
 from erniekit.train.fp8_scales import StaticScales
-from erniekit.train.hooks import Hook
+from erniekit.train.hooks import Hook, TrainingLoop
 from erniekit.train.step import StepResult
-
-if TYPE_CHECKING:
-    from erniekit.train.trainer import Trainer
 
 Tensors = Mapping[str, torch.Tensor]
 WEIGHTS_ONLY = "weights_alone"  # in state.json: the end of a run without checkpoints
@@ -251,17 +248,17 @@ class SaveHook(Hook):
         self.grace_seconds = grace_seconds
         self._saved_at = time.monotonic()
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, trainer: TrainingLoop) -> None:
         self._saved_at = time.monotonic()
 
-    def waits_for(self, trainer: Trainer, step: int) -> bool:
+    def waits_for(self, trainer: TrainingLoop, step: int) -> bool:
         """The same on all ranks: one that waits would save, or agree on a stop, without the others."""
         if self._scheduled(step):
             return True
         stop_signal, timed = agree_on_stop_or_save(trainer.signals.requested, self._time_is_up(), self.saver.world)
         return stop_signal is not None or timed
 
-    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+    def after_step(self, trainer: TrainingLoop, result: StepResult) -> None:
         self.saver.saves.check()
         self._tell_failed()
         if trainer.ahead:  # a signal that came meanwhile: the weights are the next step's, which waits for it
@@ -283,7 +280,7 @@ class SaveHook(Hook):
         waited = time.monotonic() - self._saved_at
         return 0 < self.minutes * 60 <= waited and self.saver.world.is_main
 
-    def save(self, trainer: Trainer, final: bool = False, timed: bool = False) -> Path | None:
+    def save(self, trainer: TrainingLoop, final: bool = False, timed: bool = False) -> Path | None:
         if self.saver.last_saved == trainer.state.step and not final:
             return None
         trainer.phase("save")
@@ -303,12 +300,12 @@ class SaveHook(Hook):
             self.trackers.event(step, "save", f"failed: {what}")
         self.saver.saves.failed.clear()
 
-    def on_end(self, trainer: Trainer) -> None:
+    def on_end(self, trainer: TrainingLoop) -> None:
         """Whatever the schedule, a run that ends leaves its last step on disk, or fails with an error."""
         if not self._is_saved(trainer.state.step):
             self.save(trainer, final=True)
 
-    def leave(self, trainer: Trainer, signal_name: str) -> NoReturn:
+    def leave(self, trainer: TrainingLoop, signal_name: str) -> NoReturn:
         """After a signal, on all ranks: saves this step unless that has been done, and ends the run."""
         trainer.phase("save")
         requested_at = trainer.signals.requested_at or time.monotonic()  # by its own signal, or now by another rank

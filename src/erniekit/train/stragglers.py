@@ -15,12 +15,11 @@ import torch
 
 from erniekit.log import warn
 from erniekit.train.agreement import HostGroup
-from erniekit.train.hooks import Hook
+from erniekit.train.hooks import Hook, TrainingLoop
 
 if TYPE_CHECKING:
     from erniekit.devices.base import Device
     from erniekit.train.step import StepResult
-    from erniekit.train.trainer import Trainer
 
 # The loop's phases and the part of a step each belongs to; evaluating and saving belong to none.
 PARTS = {"data": "data", "forward/backward": "compute", "update": "compute", "collective": "communication"}
@@ -67,10 +66,10 @@ class Stragglers(Hook):
             self._seconds[self._part] += now - self._since
         self._part, self._since = PARTS.get(name, ""), now
 
-    def waits_for(self, trainer: Trainer, step: int) -> bool:
+    def waits_for(self, trainer: TrainingLoop, step: int) -> bool:
         return False
 
-    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+    def after_step(self, trainer: TrainingLoop, result: StepResult) -> None:
         self.phase("")
         self._steps_seen += 1
         if self._steps_seen <= WARM_STEPS:
@@ -97,7 +96,7 @@ class Stragglers(Hook):
             if self.on_slow:
                 self.on_slow(step, text)
 
-    def on_end(self, trainer: Trainer) -> None:
+    def on_end(self, trainer: TrainingLoop) -> None:
         if not self.checks and self._steps and self.factor and self.world.size > 1:
             self.check(trainer.state.step)  # a run shorter than an interval has its table too
 

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING
 
 from erniekit.log import emit
 from erniekit.parallel.mesh import World
-from erniekit.train.hooks import Hook
+from erniekit.train.hooks import Hook, TrainingLoop
 
 if TYPE_CHECKING:
     from erniekit.train.step import StepResult
-    from erniekit.train.trainer import Trainer
 
 
 class Throughput(Hook):
@@ -19,17 +18,17 @@ class Throughput(Hook):
     def __init__(self, world: World) -> None:
         self.world, self.tokens, self.began, self.ended = world, 0, 0.0, 0.0
 
-    def waits_for(self, trainer: Trainer, step: int) -> bool:
+    def waits_for(self, trainer: TrainingLoop, step: int) -> bool:
         return False
 
-    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+    def after_step(self, trainer: TrainingLoop, result: StepResult) -> None:
         if self.began:
             self.tokens += result.tokens
         else:
             self.began = result.finished_at
         self.ended = result.finished_at
 
-    def on_end(self, trainer: Trainer) -> None:
+    def on_end(self, trainer: TrainingLoop) -> None:
         seconds = self.ended - self.began
         rate = self.tokens / seconds if self.tokens else 0.0
         emit(f"benchmark {rate:,.0f} effective tokens/s, {rate / self.world.size:,.0f} a device, over {seconds:.1f} s")

@@ -19,7 +19,7 @@ from erniekit.train.step import Launched, StepResult, TrainStep
 
 
 class Trainer:
-    """The training loop, as hooks see it: `model`, `state` (step, tokens, best_metric, ...), `max_steps`, `stop`."""
+    """The training loop. Hooks are given it as the TrainingLoop that hooks.py describes."""
 
     def __init__(
         self,
@@ -43,16 +43,13 @@ class Trainer:
 
     @property
     def ahead(self) -> bool:
-        """Whether a step was launched behind the one that is being counted: the weights are no longer this one's."""
         return bool(self._in_flight)
 
     @property
     def model(self) -> nn.Module:
-        """What is trained; in a pipeline this rank's first stage."""
         return self.step.engine.model
 
     def stop(self, reason: str) -> None:
-        """Ends the run after this step, as finished: with a save and a result. On several ranks all must call it."""
         self.stop_reason = self.stop_reason or reason
 
     def fit(self) -> None:

@@ -26,12 +26,11 @@ from typing import IO, TYPE_CHECKING
 
 from erniekit import heartbeat
 from erniekit.train import monitor
-from erniekit.train.hooks import Hook
+from erniekit.train.hooks import Hook, TrainingLoop
 from erniekit.train.monitor import Beat, HangDetector, SharedHeartbeat, emit, headline, report_name, write_report
 
 if TYPE_CHECKING:
     from erniekit.train.step import StepResult
-    from erniekit.train.trainer import Trainer
 
 EXIT_CODE = 70  # "ended for a restart"; a rank whose interpreter lock is held can only be killed (-9)
 LONG = ("start", "eval", "save", "restore", "end")
@@ -115,17 +114,17 @@ class Watchdog(Hook):
         self._step, self._steps, self._busy, self._median = step + 1, self._steps + 1, 0.0, median(self._seconds)
         self.phase("after the step")
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, trainer: TrainingLoop) -> None:
         self._step = trainer.state.step + 1
         self.phase("start")
 
-    def waits_for(self, trainer: Trainer, step: int) -> bool:
+    def waits_for(self, trainer: TrainingLoop, step: int) -> bool:
         return False
 
-    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+    def after_step(self, trainer: TrainingLoop, result: StepResult) -> None:
         self.beat(result.step)
 
-    def on_end(self, trainer: Trainer) -> None:
+    def on_end(self, trainer: TrainingLoop) -> None:
         self.phase("end")
 
     @property

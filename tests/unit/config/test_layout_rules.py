@@ -6,7 +6,7 @@ import pytest
 
 from erniekit.config import load
 from erniekit.errors import ConfigError, PlanError
-from erniekit.parallel.mesh import fit
+from erniekit.parallel.layout import fit
 from erniekit.parallel.world import layout_of
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from erniekit.data.token_bytes import byte_letters, token_bytes
+from erniekit.data.token_bytes import byte_letters
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from support.small_tokenizers import byte_fallback, byte_level, make
 
@@ -40,7 +40,7 @@ def test_of_a_tokenizer_json_they_add_up_to_the_text(decoder: dict, text: str, t
 
 
 def check(tokenizer: Tokenizer, text: str) -> None:
-    spelled = token_bytes(tokenizer)
+    spelled = tokenizer.token_bytes()
     assert spelled is not None
     ids = tokenizer.encode_text(text)
     whole = b"".join(spelled[id] for id in ids)
@@ -50,7 +50,7 @@ def check(tokenizer: Tokenizer, text: str) -> None:
 
 def test_a_decoder_that_joins_words_has_no_table(tmp_path: Path) -> None:
     wordpiece = {"type": "WordPiece", "prefix": "##", "cleanup": True}
-    assert token_bytes(folder_with(tmp_path, wordpiece)) is None
+    assert folder_with(tmp_path, wordpiece).token_bytes() is None
 
 
 def test_the_letters_of_bytes_are_those_of_the_tokenizers_library() -> None:

@@ -10,7 +10,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from erniekit.kernels.adamw import FusedAdamW, Rates, Slot, check_reference, norm_reference, reference, stochastic_bf16
+from erniekit.kernels.adamw import FusedAdamW, check_reference, norm_reference, reference, stochastic_bf16
+from erniekit.kernels.adamw_slot import Rates, Slot
 from support.interpreted import run_interpreted
 
 RATES = Rates(1e-2, (0.9, 0.95), 1e-8, 0.1)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from erniekit.kernels import lean_adamw, moments8
-from erniekit.kernels.adamw import FusedAdamW, Rates, Slot, reference, stochastic_bf16_at
+from erniekit.kernels.adamw import FusedAdamW, reference, stochastic_bf16_at
+from erniekit.kernels.adamw_slot import Rates, Slot
 from erniekit.kernels.exact_master import join, split
 from erniekit.kernels.launch_tables import LaunchTables
 from erniekit.kernels.position_noise import TensorPart, draws, high16, low16, salt_of

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from erniekit.models import MODELS
+from erniekit.models import MODELS, costs
 from erniekit.models.config import DecoderConfig
 from erniekit.models.layers.moe import MoE
 from erniekit.models.layers.router import Router
@@ -153,10 +153,10 @@ def test_which_layers_have_experts(changes: dict[str, Any], sparse: list[int]) -
 @pytest.mark.parametrize("changes", [{}, {"num_nextn_predict_layers": 2}, {"moe_num_shared_experts": 0}])
 def test_the_number_of_weights_told_is_the_number_there_are(changes: dict[str, Any]) -> None:
     c = config(**changes)
-    assert c.parameters() == sum(p.numel() for p in SPEC.build(c).parameters())
+    assert costs.parameters(c) == sum(p.numel() for p in SPEC.build(c).parameters())
     idle = 3 * (6 - 2) * 3 * 16 * 5  # of three layers, the experts a token does not meet
     plain = config(**{**changes, "num_nextn_predict_layers": 0})
-    assert c.active_parameters() == plain.parameters() - idle
+    assert costs.active_parameters(c) == costs.parameters(plain) - idle
 
 
 def test_a_capacity_that_drops_nobody_is_no_capacity() -> None:

@@ -13,7 +13,8 @@ from erniekit.losses.causal import causal_loss
 from erniekit.models import MODELS
 from erniekit.models.config import MoEShape
 from erniekit.parallel.apply import SpreadOptions, parallelise
-from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.layout import Layout
+from erniekit.parallel.mesh import World
 from erniekit.parallel.sharding_table import sharding_of
 from support.ranks import Ranks
 from support.tiny_config import with_experts

@@ -12,7 +12,8 @@ from erniekit.kernels import wide_squares
 from erniekit.models import MODELS
 from erniekit.models.config import DecoderConfig
 from erniekit.parallel.gradients import GradientSync
-from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.layout import Layout
+from erniekit.parallel.mesh import World
 from erniekit.parallel.sharding_table import sharding_of
 
 CONFIG = DecoderConfig(

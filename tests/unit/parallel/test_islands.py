@@ -6,7 +6,7 @@ import pytest
 
 from erniekit.errors import PlanError
 from erniekit.parallel.islands import ACROSS, Islands, check_islands
-from erniekit.parallel.mesh import Layout
+from erniekit.parallel.layout import Layout
 
 CARDS = Islands(("gpu",) * 8 + ("iluvatar_gpu",) * 8, ("cpu:gloo,cuda:nccl",) * 16)
 

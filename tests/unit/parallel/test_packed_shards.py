@@ -23,7 +23,8 @@ from erniekit.optim.schedule import Schedule
 from erniekit.parallel import compiled
 from erniekit.parallel.apply import SpreadOptions, parallelise
 from erniekit.parallel.gradients import local
-from erniekit.parallel.mesh import Layout, World, fit
+from erniekit.parallel.layout import Layout, fit
+from erniekit.parallel.mesh import World
 from erniekit.parallel.packed_shards import is_packed_bytes
 from erniekit.parallel.sharding_table import plain, sharding_of
 from erniekit.train.step import TrainStep

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.layout import Layout
+from erniekit.parallel.mesh import World
 from erniekit.parallel.pipeline import Pipeline
 
 WIDTH, PATIENCE = 6, 60.0

@@ -9,7 +9,7 @@ from erniekit.lora.inject import inject
 from erniekit.lora.settings import LoRASettings
 from erniekit.models import MODELS
 from erniekit.models.config import DecoderConfig, MoEShape
-from erniekit.parallel.mesh import Layout
+from erniekit.parallel.layout import Layout
 from erniekit.parallel.plan import head_share, share
 from erniekit.parallel.sharding import Sharding
 from erniekit.parallel.sharding_table import sharding_of

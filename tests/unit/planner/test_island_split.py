@@ -8,7 +8,7 @@ import pytest
 
 from erniekit.config import load
 from erniekit.errors import PlanError
-from erniekit.parallel.mesh import Layout
+from erniekit.parallel.layout import Layout
 from erniekit.planner.island_split import even_time, fitted, head_in_layers, stage_bytes
 from erniekit.recipes.planning import job_of, shape_of
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from erniekit.errors import PlanError
-from erniekit.parallel.mesh import fit
+from erniekit.parallel.layout import fit
 from erniekit.planner.evaluate import evaluate
 from erniekit.planner.search import layouts
 from support.plans import CASES, job_on, planned

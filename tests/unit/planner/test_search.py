@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from erniekit.config import load
-from erniekit.parallel.mesh import Layout, fit
+from erniekit.parallel.layout import Layout, fit
 from erniekit.planner.cards import CARDS, rates_of
 from erniekit.planner.cluster import parse
 from erniekit.planner.device_pool import DevicePool

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from erniekit.config import load
-from erniekit.parallel.mesh import Layout
+from erniekit.parallel.layout import Layout
 from erniekit.planner.cards import CARDS, rates_of
 from erniekit.planner.device_pool import DevicePool
 from erniekit.planner.evaluate import evaluate

@@ -17,7 +17,8 @@ from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.demo.tiny import make_tokenizer
 from erniekit.devices import cpu
 from erniekit.errors import ConfigError, DataError
-from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.layout import Layout
+from erniekit.parallel.mesh import World
 from erniekit.recipes import stage_of
 from erniekit.recipes.datasets import TrainData, accumulation_by_size, dataset_files, file_shares, sources_for
 from erniekit.recipes.run_plan import RunPlan

@@ -15,7 +15,7 @@ from erniekit.config import RunConfig, load
 from erniekit.demo.tiny import make_tiny_model
 from erniekit.devices.cuda import CudaDevice
 from erniekit.errors import DeviceError
-from erniekit.parallel.mesh import Layout
+from erniekit.parallel.layout import Layout
 from erniekit.planner.cards import CARDS, rates_of
 from erniekit.planner.device_pool import DevicePool
 from erniekit.planner.evaluate import evaluate

@@ -13,7 +13,7 @@ from erniekit.config.note import shown
 from erniekit.devices import DEVICES
 from erniekit.devices.islands import parse_islands
 from erniekit.parallel.islands import Islands, check_islands
-from erniekit.parallel.mesh import Layout, fit
+from erniekit.parallel.layout import Layout, fit
 from erniekit.parallel.world import check_model, layout_of
 from erniekit.planner import report
 from erniekit.planner.cards import CARDS

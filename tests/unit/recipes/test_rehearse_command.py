@@ -9,7 +9,7 @@ import pytest
 
 from erniekit.cli.main import main
 from erniekit.parallel import comm, gradients
-from erniekit.parallel.mesh import Layout
+from erniekit.parallel.layout import Layout
 from erniekit.recipes.rehearsal import fewest
 from erniekit.recipes.shrunken import SMALL, SMALL_EXPERTS
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from erniekit.config import load
-from erniekit.parallel.mesh import Layout
+from erniekit.parallel.layout import Layout
 from erniekit.recipes import rehearsed_ranks
 from erniekit.recipes.rehearsal import Rehearsal, prepare
 from erniekit.recipes.shrunken import SMALL, SMALL_EXPERTS

@@ -10,7 +10,7 @@ import pytest
 
 from erniekit.config import load
 from erniekit.errors import PlanError
-from erniekit.parallel.mesh import Layout, fit
+from erniekit.parallel.layout import Layout, fit
 from erniekit.parallel.world import layout_of
 from erniekit.recipes.shrunken import DEGREES, SMALL, SMALL_EXPERTS, small_pre_training, small_run, small_shape, smaller
 

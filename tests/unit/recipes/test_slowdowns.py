@@ -13,7 +13,7 @@ from erniekit.devices.cpu import CpuDevice
 from erniekit.devices.cuda import CudaDevice
 from erniekit.kernels.selection import Choice
 from erniekit.models.config import DecoderConfig
-from erniekit.parallel.mesh import Layout
+from erniekit.parallel.layout import Layout
 from erniekit.recipes.slowdowns import PACKED, Slowdown, slowdowns
 from erniekit.recipes.speed_decisions import for_device, for_lengths
 

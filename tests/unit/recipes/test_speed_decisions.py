@@ -15,7 +15,7 @@ from erniekit.devices.base import Device
 from erniekit.devices.cpu import CpuDevice
 from erniekit.devices.cuda import CudaDevice
 from erniekit.models.config import DecoderConfig, MoEShape, VisionShape
-from erniekit.parallel.mesh import Layout
+from erniekit.parallel.layout import Layout
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.speed_decisions import for_device, for_lengths, layers_to_recompute
 

@@ -16,7 +16,7 @@ from erniekit.config import load
 from erniekit.devices.base import GIB
 from erniekit.devices.cuda import CudaDevice
 from erniekit.models import MODELS
-from erniekit.parallel.mesh import Layout
+from erniekit.parallel.layout import Layout
 from erniekit.planner.cards import CARDS, rates_of
 from erniekit.planner.device_pool import DevicePool
 from erniekit.planner.evaluate import evaluate

@@ -8,7 +8,7 @@ import pytest
 
 from erniekit.config import load
 from erniekit.demo.tiny import make_tiny_model
-from erniekit.parallel.mesh import Layout
+from erniekit.parallel.layout import Layout
 from erniekit.planner.static_bytes import TensorBlocks
 from erniekit.recipes import memory_decisions, trained_weights
 from erniekit.recipes.planning import shape_of, sharding_of, storing_of

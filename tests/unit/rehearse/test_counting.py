@@ -10,7 +10,7 @@ from erniekit.kernels.expert_mlp import expert_mlp
 from erniekit.kernels.lora_linear import RowUpdate, lora_linear
 from erniekit.kernels.moe_permute import by_expert
 from erniekit.kernels.stored import Stored, kind_named
-from erniekit.parallel.mesh import Layout
+from erniekit.parallel.layout import Layout
 from erniekit.rehearse.calls import Trace
 from erniekit.rehearse.counting import step_counted, streams_seen
 from erniekit.rehearse.moments import AFTER, START, WAIT, WORK, CountedWork, Moments

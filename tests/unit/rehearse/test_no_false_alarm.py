@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from erniekit.parallel.mesh import Layout
+from erniekit.parallel.layout import Layout
 from erniekit.rehearse.calls import RankGroup
 from erniekit.rehearse.ranks import Parts, everyone, kinds
 from support.layouts import EXPERT_LAYOUTS, LAYOUTS

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from erniekit.parallel import comm, gradients
-from erniekit.parallel.mesh import Layout
+from erniekit.parallel.layout import Layout
 from support.tiny_step import faults, recorded, step, told
 
 HERE = Path(__file__).name

@@ -15,9 +15,11 @@ import time
 import pytest
 
 from erniekit.serve import chat as chat_module
-from erniekit.serve.chat import ChatSession, answer_prompt, converse
+from erniekit.serve.chat import answer_prompt, converse
 from erniekit.serve.chat_client import Address, Client
-from support.serving import Live, until
+from erniekit.serve.chat_session import ChatSession
+from support.clock import until
+from support.serving import Live
 
 pytestmark = pytest.mark.xdist_group("server")
 
@@ -163,7 +165,7 @@ def test_ctrl_c_stops_the_server_too(live):
     talk = talk_to(live, max_tokens=150, min_tokens=150, temperature=1, seed=3)
 
     def press() -> None:
-        until(lambda: live.engine.load().running == 1, 30)
+        until(lambda: live.engine.load().running == 1, seconds=30)
         os.kill(os.getpid(), signal.SIGINT)
 
     try:

@@ -19,8 +19,10 @@ import pytest
 
 from erniekit.errors import ConfigError
 from erniekit.serve import chat_media
-from erniekit.serve.chat import ChatSession, Screen, answer_prompt, converse
+from erniekit.serve.chat import answer_prompt, converse
 from erniekit.serve.chat_client import Address, ChatAnswer, Client, NoAnswer, address_of, is_address
+from erniekit.serve.chat_screen import Screen
+from erniekit.serve.chat_session import ChatSession
 from support.seen import MEDIA
 
 

@@ -25,7 +25,8 @@ from erniekit.demo.tiny import make_tiny_model
 from erniekit.errors import ConfigError
 from erniekit.models.init import init_weights
 from erniekit.serve import chat as chat_module
-from erniekit.serve.chat import ChatSession, answer_prompt, connect, own_flags, request_fields, server_of
+from erniekit.serve.chat import answer_prompt, connect, own_flags, request_fields, server_of
+from erniekit.serve.chat_session import ChatSession
 from support.transformers_loop import said_by_transformers
 
 pytestmark = pytest.mark.xdist_group("server")

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from erniekit.serve.chat import ChatSession, converse
+from erniekit.serve.chat import converse
 from erniekit.serve.chat_client import Address, Client
-from erniekit.serve.chat_commands import COMMANDS, command_in, read_text_file
+from erniekit.serve.chat_commands import COMMANDS, command_in
+from erniekit.serve.chat_files import read_text_file
+from erniekit.serve.chat_session import ChatSession
 from support.serving import Live
 
 pytestmark = pytest.mark.xdist_group("server")

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from erniekit.parallel.mesh import Layout
+from erniekit.parallel.layout import Layout
 from erniekit.parallel.plan import experts_in, heads, vocab
 from erniekit.parallel.sharding import Heads, Sharding
 from erniekit.train import drift

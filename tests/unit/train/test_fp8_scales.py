@@ -14,7 +14,8 @@ from erniekit.kernels.stored.fp8_static import StaticFormat
 from erniekit.models.layers.experts import ExpertLinear
 from erniekit.models.layers.linear import Linear
 from erniekit.models.layers.rounding import StaticRounding
-from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.layout import Layout
+from erniekit.parallel.mesh import World
 from erniekit.parallel.plan import experts
 from erniekit.parallel.sharding import Heads, Sharding
 from erniekit.train.fp8_scales import Moving, StaticScales

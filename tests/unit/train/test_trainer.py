@@ -27,7 +27,7 @@ from erniekit.optim.schedule import Schedule
 from erniekit.parallel.engine import Engine
 from erniekit.parallel.mesh import World
 from erniekit.train.guard import FiniteGuard, NotFinite, Signals
-from erniekit.train.hooks import Hook
+from erniekit.train.hooks import Hook, TrainingLoop
 from erniekit.train.metrics import LogHook
 from erniekit.train.step import Launched, StepResult, TrainStep
 from erniekit.train.trainer import Trainer
@@ -52,14 +52,14 @@ class Notes(Hook):
         self.late: list[bool] = []
         self.launches: list[Launched] = []
 
-    def launched(self, trainer: Trainer, step: Launched) -> None:
+    def launched(self, trainer: TrainingLoop, step: Launched) -> None:
         self.launches.append(step)
         step.bring("number", torch.tensor(len(self.launches)))
 
-    def waits_for(self, trainer: Trainer, step: int) -> bool:
+    def waits_for(self, trainer: TrainingLoop, step: int) -> bool:
         return False
 
-    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+    def after_step(self, trainer: TrainingLoop, result: StepResult) -> None:
         assert trainer.state.step == result.step
         self.seen.append(result)
         self.late.append(trainer.ahead)
@@ -72,10 +72,10 @@ class Keeper(Hook):
         self.run, self.every = run, every
         self.kept: dict[int, tuple[dict, int, dict, dict, TrainState]] = {}
 
-    def waits_for(self, trainer: Trainer, step: int) -> bool:
+    def waits_for(self, trainer: TrainingLoop, step: int) -> bool:
         return step % self.every == 0
 
-    def after_step(self, trainer: Trainer, result: StepResult) -> None:
+    def after_step(self, trainer: TrainingLoop, result: StepResult) -> None:
         if result.step % self.every == 0 and not trainer.state.bad_in_a_row:
             assert not trainer.ahead
             o = self.run.optimizer
@@ -169,7 +169,7 @@ def test_a_step_launched_behind_a_stretch_that_is_given_up_is_read_again() -> No
 
 def test_a_hook_that_looks_at_each_step_is_given_each_before_the_next_begins() -> None:
     class Looks(Hook):
-        def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        def after_step(self, trainer: TrainingLoop, result: StepResult) -> None:
             assert not trainer.ahead
 
     run = Run(steps=4)
@@ -180,10 +180,10 @@ def test_a_hook_that_looks_at_each_step_is_given_each_before_the_next_begins() -
 
 def test_a_stop_asked_for_by_a_late_hook_books_what_was_launched_meanwhile() -> None:
     class Stops(Hook):
-        def waits_for(self, trainer: Trainer, step: int) -> bool:
+        def waits_for(self, trainer: TrainingLoop, step: int) -> bool:
             return False
 
-        def after_step(self, trainer: Trainer, result: StepResult) -> None:
+        def after_step(self, trainer: TrainingLoop, result: StepResult) -> None:
             if result.step == 4:
                 trainer.stop_reason = "enough"
 

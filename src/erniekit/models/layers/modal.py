@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from erniekit.kernels.autograd_function import Function
 from erniekit.models.config import DecoderConfig, MoEShape
 from erniekit.models.layers.mlp import MLP
 from erniekit.models.layers.moe import MoE
@@ -128,7 +129,7 @@ def _merge(record: dict[str, Any], of_vision: dict[str, Any]) -> None:
             record[name + OF_VISION] = value
 
 
-class _WithNothing(torch.autograd.Function):
+class _WithNothing(Function):
     """y as it is; what was computed of no token is part of the graph, and its gradient has no rows."""
 
     @staticmethod
@@ -137,7 +138,7 @@ class _WithNothing(torch.autograd.Function):
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return grad, grad.new_zeros(ctx.shape)
 
 

@@ -313,7 +313,7 @@ def test_no_sequence_begins_with_a_model_that_was_removed_and_those_that_run_end
 
     try:
         assert asyncio.run(go()) == alone(small.build(), [7, 8])
-        until(lambda: list(engine.models) == ["m"], PATIENCE_S)
+        until(lambda: list(engine.models) == ["m"])
         with pytest.raises(ModelRemoved):
             asyncio.run(listen(engine, job([7, 8], model="other")))
     finally:

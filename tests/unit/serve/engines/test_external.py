@@ -27,8 +27,9 @@ from erniekit.lora.settings import LoRASettings
 from erniekit.serve.engines import EXTERNAL
 from erniekit.serve.engines.external import make_target
 from erniekit.serve.loaded_models import find_models, vision_settings
+from support.clock import until
 from support.seeing import seeing_folder
-from support.serving import Program, tiny_folder, until
+from support.serving import Program, tiny_folder
 from support.vl_release_folder import AUTO, copy_code
 
 pytestmark = pytest.mark.xdist_group("server")
@@ -91,7 +92,7 @@ def _lives(pid: int) -> bool:
 def started(model: Path, *keys: str, env: dict[str, str], tries: int = 3) -> Program:
     """On a free port; another program may take it before the engine does."""
     server = Program(model, "engine=vllm", "port=0", *keys, env=env)
-    until(lambda: "ready: " in server.text or server.process.poll() is not None, 120)
+    until(lambda: "ready: " in server.text or server.process.poll() is not None, seconds=120)
     if tries > 1 and "Address already in use" in server.text:
         server.close()
         return started(model, *keys, env=env, tries=tries - 1)
@@ -109,7 +110,7 @@ def test_it_is_started_with_our_keys_followed_and_ended_with_all_its_children(mo
         assert report["key"] == "secret"
         assert "vllm | loading the model" in server.text
         assert server.end(signal.SIGTERM) == 0, server.text
-        until(lambda: gone(report["pids"]), 60)
+        until(lambda: gone(report["pids"]), seconds=60)
     finally:
         server.close()
 
@@ -121,11 +122,11 @@ def test_it_is_told_how_long_the_engine_may_finish_and_a_second_signal_does_not_
         pids = json.loads(note.read_text())["pids"]
         server.process.send_signal(signal.SIGINT)
         line = "stopping: vllm may finish its answers, for 60 s at most; a second Ctrl-C or SIGTERM ends it now"
-        until(lambda: line in server.lines, 10)
+        until(lambda: line in server.lines, seconds=10)
         began = time.monotonic()
         assert server.end(signal.SIGINT) == 0, server.text
         assert time.monotonic() - began < 30, "not the 60 s of drain_timeout"
-        until(lambda: gone(pids), 60)
+        until(lambda: gone(pids), seconds=60)
     finally:
         server.close()
 
@@ -138,7 +139,7 @@ def test_it_ends_when_we_are_killed_and_cannot_say_so(model, note):
         pids = json.loads(note.read_text())["pids"]
         assert not gone(pids)
         server.end(signal.SIGKILL)
-        until(lambda: gone(pids), 60)
+        until(lambda: gone(pids), seconds=60)
     finally:
         server.close()
 
@@ -148,10 +149,10 @@ def test_one_that_fails_is_told_with_its_last_words(model, note):
     server = Program(model, "engine=vllm", "port=0", env={"STAND_IN_FAILS": "1"})
     try:
         assert server.process.wait(60) == 2
-        until(lambda: "ended by itself with exit code 1" in server.text, 60)
+        until(lambda: "ended by itself with exit code 1" in server.text, seconds=60)
         assert "where: out of memory" in server.text
         assert "Traceback" not in server.text
-        until(lambda: gone(json.loads(note.read_text())["pids"]), 60)
+        until(lambda: gone(json.loads(note.read_text())["pids"]), seconds=60)
     finally:
         server.close()
 
@@ -316,9 +317,9 @@ def test_the_guard_ends_a_whole_family_when_its_own_parent_dies(tmp_path):
         " subprocess.Popen(guarded, stdin=subprocess.PIPE, start_new_session=True); time.sleep(600)"
     )
     process = subprocess.Popen([sys.executable, "-c", parent, supervisor.__file__, family])
-    until(lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text().count(" ") == 1, 30)
+    until(lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text().count(" ") == 1, seconds=30)
     time.sleep(0.1)
     pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    until(lambda: gone(pids), 60)
+    until(lambda: gone(pids), seconds=60)
