@@ -1,7 +1,7 @@
 """Bytes of weights, gradients and optimiser states that a rank holds, from the sharding table the trainer works from.
 
-`of_tensor` is exact. `TensorBlocks` does the same for a search: of like layers one is counted, and of like ranks the first,
-which has the largest share of everything. Called by evaluate.py; tests count real ranks against it.
+`of_tensor` is exact. `TensorBlocks` does the same for a search: of like layers one is counted, and of like ranks the
+first, which has the largest share of everything. Called by evaluate.py; tests count real ranks against it.
 """
 
 from __future__ import annotations
