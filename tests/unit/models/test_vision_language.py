@@ -148,7 +148,7 @@ def test_a_frozen_tower_does_not_look_at_a_batch_without_pictures() -> None:
     model.tower.register_forward_hook(lambda *_: looked.append(1))
     model(batch.input_ids, batch.positions, more=batch.more())
     assert not looked
-    model.always_encodes = True
+    model.pictures.always_encodes = True
     model(batch.input_ids, batch.positions, more=batch.more())
     assert looked, "where ranks gather its weights together all must"
 
@@ -180,7 +180,7 @@ def test_a_cut_sequence_keeps_the_pictures_its_tokens_show() -> None:
     batch.vision = Vision(
         torch.arange(48)[:, None], torch.tensor([[1, 4, 4], [2, 4, 4]]), torch.tensor([6, 7, 8, 9, 25, 26, 27, 28])
     )
-    found = [split(batch, rank, 2, model_of().picture_tokens) for rank in range(2)]
+    found = [split(batch, rank, 2, model_of().towers()) for rank in range(2)]
     assert [part.vision.grids.tolist() for part in found] == [[[1, 4, 4], [2, 4, 4]], [[1, 4, 4]]]
     assert found[0].vision.places.tolist() == [6, 7, 16, 16, 9, 10, 11, 12], "chunks of 8: the first and the last"
     assert found[1].vision.places.tolist() == [16, 16, 0, 1]
