@@ -247,8 +247,11 @@ class Batch:
 
     def more(self) -> More:
         counts = (self.num_label_tokens, self.picture_labels)
-        of_pictures, rest = (self.modality, self._vision_tokens()), (self.members, self.noise, self.inputs)
-        return More(self.real, self.shared, self.future, *counts, self.vision, *of_pictures, *rest)
+        of_pictures = (self.modality, self._vision_tokens())
+        return More(
+            self.real, self.shared, self.future, *counts, self.vision, *of_pictures, self.members, self.noise,
+            self.inputs,
+        )  # fmt: skip
 
     def tower_inputs(self) -> dict[str, Any]:
         """What every tower takes of this batch, by its name."""

@@ -50,7 +50,7 @@ class PictureInput(InputTower):
     prefixes: tuple[str, ...] = ("tower.", "resampler.")
     adapts: tuple[str, ...] = ("resampler.",)
     # Whole on every rank of a tensor-parallel group, which deal out the pictures: exact, and no sums inside the tower.
-    plan: Mapping[str, Rule] = {"tower.*": dealt(), "resampler.*": dealt()}  # noqa: RUF012 - no one writes to it
+    plan: Mapping[str, Rule] = {"tower.*": dealt(), "resampler.*": dealt()}
 
     def __init__(self, config: DecoderConfig, tower: VisionTower, resampler: Resampler) -> None:
         super().__init__()
