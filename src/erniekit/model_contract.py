@@ -1,21 +1,22 @@
 """What parallel/, lora/, losses/, recipes/ and serve/ may use of a model, its blocks, expert layers and collaborators.
 
 A collaborator is a module without weights in a named slot (`embedding`, `output`, a block's `attn.inner`, an expert
-layer's `exchange` and `balance`, `encode` and `insert` of a model that takes pictures): spreading a model over ranks
-puts another one there. What surrounds a computation as it is (compiling or recording it, computing it again in
-backward, fetching weights before it) is put around a method by `wrap`, and by nothing else. A model of another kind
-that keeps to this file is spread, adapted, trained and served by the same code; docs/adding-a-model.md shows one. mypy
-checks both sides: `spread` types what is asked, models/layers/ what is there. B batch, L length, H hidden, V vocab, T
-tokens.
+layer's `exchange` and `balance`, a tower's `encode` and `insert`): spreading a model over ranks puts another one there.
+What surrounds a computation as it is (compiling or recording it, computing it again in backward, fetching weights
+before it) is put around a method by `wrap`, and by nothing else. A model of another kind that keeps to this file is
+spread, adapted, trained and served by the same code; docs/adding-a-model.md shows one. mypy checks both sides: `spread`
+types what is asked, models/layers/ what is there. B batch, L length, H hidden, V vocab, T tokens, F features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
+
+PICTURES = "vision"  # the tower of pictures and video frames
 
 
 class TokenEmbedding(Protocol):
@@ -132,8 +133,11 @@ class SpreadModel(Protocol):
     def blocks(self) -> Iterator[Any]:
         """Every DecoderBlock on this stage, those inside `mtp` too."""
 
+    def towers(self) -> Mapping[str, Tower]:
+        """By name, in the order in which they put in their features; empty: a text model. The same on every stage."""
+
     def front(self) -> Iterator[Any]:
-        """Blocks in front of the layers, on the first stage: a vision tower's."""
+        """Blocks in front of the layers, on the first stage: the towers'."""
 
     def context(self, positions: torch.Tensor, *, more: Any = None) -> Any:
         """What all layers share for one batch: the `ctx` of blocks."""
@@ -148,17 +152,55 @@ class SpreadModel(Protocol):
     def head_bias_or_none(self) -> torch.Tensor | None: ...
 
 
-class VisionLanguageModel(SpreadModel, Protocol):
-    """A model that takes pictures."""
+class Tower(Protocol):
+    """An encoder in front of the layers, on the first stage: makes features [F, H] of items that are no tokens, such as
+    pictures, which take the places of some tokens' embeddings.
+
+    inputs: what a batch has for it, under its name (data/types.py): a NamedTuple of one or more items, with `places`
+    (int64 [F]: which of the flattened [B * L] tokens take the features, in their order).
+    """
+
+    name: str
+    prefixes: tuple[str, ...]  # of its weights' names: each a module of the model, and a dot
+    adapts: tuple[str, ...]  # those of them with projections for LoRA
+    # How its weights shard (parallel/plan.py). All dealt(): items are dealt out to the tensor-parallel ranks; else each
+    # of those encodes all items.
+    plan: Mapping[str, Any]
+    encode: Any  # (tower, inputs) -> features: decides which rank encodes which item
+    insert: Any  # (x [B, L, H], features, places) -> x with the features in it
+    recordable: Any  # what parallel/recorded_tower.py can replay as CUDA graphs; None: nothing
+    run: Callable[..., torch.Tensor] | None  # in place of `recordable`
+    always_encodes: bool  # also at batches without inputs for it, on no item
+
+    def blocks(self) -> Iterator[nn.Module]:
+        """Modules that are each gathered, and computed again, by themselves."""
+
+    def encode_here(self, inputs: Any, /) -> torch.Tensor:
+        """Features of all items, on this rank."""
+
+    def counts(self, inputs: Any, /) -> list[int]:
+        """How many features each item becomes; without waiting for the device, as `costs`."""
+
+    def costs(self, inputs: Any, /) -> list[float]:
+        """Of encoding each item, in any unit."""
+
+    def select(self, inputs: Any, items: Sequence[int], /) -> Any:
+        """inputs with these items alone, ascending; `places` as they were."""
+
+    def put_into(self, x: torch.Tensor, more: Any, /) -> torch.Tensor:
+        """[B, L, H] with the features of a batch in their places; the model calls it for every batch."""
+
+
+class PictureTower(Tower, Protocol):
+    """The tower of a vision-language model. What is particular to pictures (recipes/vision_features.py, serve/) asks
+    for it; parallel/ does not."""
 
     tower: Any
-    encode: Any  # (model, pictures) -> features: decides which rank runs the tower on which picture
-    insert: Any  # (x [B, L, H], features, places) -> x with the features in it
-    run_tower: Callable[..., torch.Tensor] | None  # in place of the tower
-    always_encodes: bool  # also at batches without pictures, on no rows
+    resampler: Any
+    kept: str | None  # of batches that hold features in the place of pixels: which; None: all hold pixels
 
-    def picture_tokens(self, grids: torch.Tensor) -> list[int]:
-        """How many tokens each picture becomes."""
+    def features_of(self, patches: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
+        """Patches of the pictures of these grids -> their features, here."""
 
 
 def spread(model: nn.Module) -> SpreadModel:
@@ -166,9 +208,14 @@ def spread(model: nn.Module) -> SpreadModel:
     return cast("SpreadModel", model)
 
 
-def vision_language(model: nn.Module) -> VisionLanguageModel | None:
-    """The model, if it takes pictures."""
-    return cast("VisionLanguageModel", model) if spread(model).config.vision is not None else None
+def picture_tower(model: nn.Module) -> PictureTower | None:
+    """Of a model that takes pictures."""
+    return cast("PictureTower | None", spread(model).towers().get(PICTURES))
+
+
+def front_prefixes(model: nn.Module) -> tuple[str, ...]:
+    """Of the names of all weights in front of the layers."""
+    return tuple(prefix for tower in spread(model).towers().values() for prefix in tower.prefixes)
 
 
 def wrap(module: nn.Module, around: Callable[[Any], Callable[..., Any]], method: str = "forward") -> None:

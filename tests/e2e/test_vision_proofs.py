@@ -22,7 +22,7 @@ from erniekit.data.vision import proof_file
 from erniekit.data.vision.features import key_of
 from erniekit.errors import ConfigError
 from erniekit.kernels import attention as kernel
-from erniekit.models.layers.vision_language import VisionLanguageDecoder
+from erniekit.models.layers.vision_language import PictureInput
 from erniekit.recipes.datasets import TrainData
 from erniekit.recipes.doctor import DoctorError
 from erniekit.serve.loaded_models import find_models, load_models
@@ -177,8 +177,8 @@ def test_losses_and_loads_are_told_by_modality_and_the_report_has_the_checks(liv
 def test_pixels_that_reach_no_answer_are_alarmed_of(
     run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    plain = VisionLanguageDecoder.encode_here
-    monkeypatch.setattr(VisionLanguageDecoder, "encode_here", lambda self, *picture: plain(self, *picture) * 0)
+    plain = PictureInput.features_of
+    monkeypatch.setattr(PictureInput, "features_of", lambda self, *picture: plain(self, *picture) * 0)
     with pytest.raises(DoctorError, match="other pixels move no logit"):
         run("blind")
     told = capsys.readouterr()

@@ -68,16 +68,18 @@ def test_the_tower_and_the_resampler_answer_as_recorded(model: Any) -> None:
     with torch.no_grad():
         seen = model.tower(vision.patches, grids)
         torch.testing.assert_close(seen, tensors()["image_and_video.vit"], atol=2e-5, rtol=0)
-        torch.testing.assert_close(model.features(vision), tensors()["image_and_video.resampler"], atol=2e-5, rtol=0)
+        torch.testing.assert_close(
+            model.pictures.encode_here(vision), tensors()["image_and_video.resampler"], atol=2e-5, rtol=0
+        )
 
 
 @pytest.mark.parametrize("chunk", [1, 40, 100])
 def test_a_tower_in_chunks_of_frames_answers_the_same(model: Any, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     vision = recorded_batch("image_and_video").vision
     with torch.no_grad():
-        whole = model.features(vision)
+        whole = model.pictures.encode_here(vision)
         monkeypatch.setattr("erniekit.models.layers.vision.VisionTower.chunk", chunk)
-        torch.testing.assert_close(model.features(vision), whole, atol=1e-6, rtol=0)
+        torch.testing.assert_close(model.pictures.encode_here(vision), whole, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("case", CASES)

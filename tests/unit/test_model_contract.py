@@ -17,11 +17,12 @@ from erniekit.model_contract import (
     ExpertBank,
     ExpertBlock,
     InnerPart,
+    PictureTower,
     SpreadModel,
-    VisionLanguageModel,
+    Tower,
     WeightHolder,
     bias_adder,
-    vision_language,
+    picture_tower,
     weight_holder,
     wrap,
 )
@@ -40,8 +41,15 @@ def test_a_family_has_all_that_the_contract_names(family: str, tmp_path: Path) -
     with torch.device("meta"):
         found = ModelFolder(folder)
         model: Any = found.spec.build(found.config)
-    assert not missing(VisionLanguageModel if vision else SpreadModel, model)
-    assert (vision_language(model) is not None) == vision
+    assert not missing(SpreadModel, model)
+    assert (picture_tower(model) is not None) == vision
+    names = [name for name, _ in model.named_parameters()]
+    for name, tower in model.towers().items():
+        assert tower.name == name
+        assert not missing(PictureTower if tower is picture_tower(model) else Tower, tower)
+        for prefix in tower.prefixes:
+            assert any(one.startswith(prefix) for one in names)
+        assert set(tower.adapts) <= set(tower.prefixes)
     blocks = list(model.blocks())
     assert len(blocks) >= found.config.num_layers
     holders = [holder for holder in map(weight_holder, model.modules()) if holder is not None]

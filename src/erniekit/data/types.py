@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 LONGEST_REASON = 400  # characters
 IGNORE = -100  # a label that is not trained
 TEXT, IMAGE, VIDEO = 0, 1, 2  # of Batch.modality; the latter two take the vision experts
+PICTURES = "vision"  # the tower that takes Batch.vision
 
 
 @dataclass(frozen=True)
@@ -194,6 +195,11 @@ class More(NamedTuple):
     vision_tokens: int | None = None  # of Batch
     members: torch.Tensor | None = None  # of Batch
     noise: EmbeddingNoise | None = None  # of Batch
+    inputs: dict[str, Any] | None = None  # of Batch
+
+    def input_of(self, tower: str) -> Any:
+        """What a tower in front of the model takes, by its name; None: nothing."""
+        return self.vision if tower == PICTURES else (self.inputs or {}).get(tower)
 
 
 @dataclass
@@ -225,6 +231,9 @@ class Batch:
     # stage KTO: the prompts with other rows' answers, measured before the step; stays in host memory until then
     mismatched: Batch | None = None
     noise: EmbeddingNoise | None = None  # on embeddings, in training; None: there is none
+    # What towers other than that of pictures take, by their names: NamedTuples with `places`, as Vision is one. Tensors
+    # in them go to the device, numbers stay in host memory. Nothing in data/ makes them yet.
+    inputs: dict[str, Any] | None = None
 
     @property
     def rows(self) -> int:
@@ -239,7 +248,18 @@ class Batch:
     def more(self) -> More:
         counts = (self.num_label_tokens, self.picture_labels)
         of_pictures = (self.modality, self._vision_tokens())
-        return More(self.real, self.shared, self.future, *counts, self.vision, *of_pictures, self.members, self.noise)
+        return More(
+            self.real, self.shared, self.future, *counts, self.vision, *of_pictures, self.members, self.noise,
+            self.inputs,
+        )  # fmt: skip
+
+    def tower_inputs(self) -> dict[str, Any]:
+        """What every tower takes of this batch, by its name."""
+        return {**({} if self.vision is None else {PICTURES: self.vision}), **(self.inputs or {})}
+
+    def with_tower_inputs(self, inputs: dict[str, Any]) -> Batch:
+        others = {name: value for name, value in inputs.items() if name != PICTURES}
+        return replace(self, vision=inputs.get(PICTURES), inputs=others or None)
 
     def _vision_tokens(self) -> int | None:
         """Counted on the host only: on a device it would wait for what is computed there."""
@@ -284,7 +304,7 @@ class Batch:
 
 TENSORS = (
     "input_ids", "labels", "positions", "cu_seqlens", "real", "shared", "pairs", "future", "vision", "modality",
-    "members", "noise",
+    "members", "noise", "inputs",
 )  # fmt: skip
 
 
@@ -296,6 +316,8 @@ def _to(value: Any, device: torch.device, pin: bool) -> Any:
         return value._replace(**{name: _to(getattr(value, name), device, pin) for name in ("patches", "places")})
     if isinstance(value, (SharedKeys, Pairs)):
         return type(value)(**{name: _to(item, device, pin) for name, item in vars(value).items()})
+    if isinstance(value, dict):
+        return {name: _to(item, device, pin) for name, item in value.items()}
     if isinstance(value, tuple):
         items = [_to(item, device, pin) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
@@ -308,4 +330,6 @@ def _inside(value: Any) -> list[torch.Tensor]:
         return [value]
     if isinstance(value, (SharedKeys, Pairs)):
         value = tuple(vars(value).values())
+    if isinstance(value, dict):
+        value = tuple(value.values())
     return [tensor for item in value for tensor in _inside(item)] if isinstance(value, tuple) else []

@@ -14,6 +14,7 @@ from torch import nn
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.lora.adapter import Adapter, attach, load_adapter
 from erniekit.lora.inject import base_state
+from erniekit.model_contract import front_prefixes
 from erniekit.models.layers.head import LocalHead
 from erniekit.models.score_head import WEIGHT as SCORE
 
@@ -23,7 +24,6 @@ Fill = Callable[[str, torch.Tensor, int], None]
 Ready = Callable[[nn.Module, str], None]  # (model, the prefix of a layer that is filled now)
 VOCABULARY = ("embed.weight", "head.weight")  # with a row for each token: never in memory as a whole
 HEADS = (SCORE, "head.weight", "embed.weight")  # the last where it is tied
-FRONT = ("tower.", "resampler.")  # in front of the layers of a vision-language model, and in memory as a whole
 _AT_ONCE = 16 << 20  # weights of the head that are multiplied in one go
 
 
@@ -74,8 +74,8 @@ def streamed_by(model: nn.Module, fill: Fill, adapter: Adapter | None = None, re
         model.get_submodule("head").bias = nn.Parameter(torch.empty(names["head.bias"].shape))
     fill_those(lambda name: not name.startswith("layers.") and name not in VOCABULARY)
     if adapter is not None:
-        for name in FRONT:
-            load_adapter(model, adapter, under=name)
+        for prefix in front_prefixes(model):  # in memory as a whole
+            load_adapter(model, adapter, under=prefix)
     model.embedding = _RowsEmbedding(fill)
     model.output = _RowsHead(fill, next(name for name in HEADS if name in names))
     for name, layer in model.get_submodule("layers").named_children():

@@ -6,16 +6,16 @@ fail; here it shows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from erniekit.lora.inject import is_lora, lora_linears
 from erniekit.lora.projections import Projection, projections
+from erniekit.model_contract import spread
 
-GROUPS = (
-    "attention", "mlp", "dense mlp", "shared experts", "routed experts", "vision experts", "resampler", "router"
-)  # fmt: skip
+GROUPS = ("attention", "mlp", "dense mlp", "shared experts", "routed experts", "vision experts")
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,10 @@ def coverage(model: nn.Module) -> list[CoverageRow]:
     ranks, sizes = _adapters(model)
     everything = projections(model)
     sparse = any(p.expert is not None for p in everything)
+    front = [prefix.removesuffix(".") for tower in spread(model).towers().values() for prefix in tower.adapts]
     rows = []
-    for group in GROUPS:
-        members = [p for p in everything if _group(p, sparse) == group]
+    for group in (*GROUPS, *front, "router"):
+        members = [p for p in everything if _group(p, sparse, front) == group]
         if not members:
             continue
         with_adapter = [p for p in members if (p.module, p.part) in ranks]
@@ -81,13 +82,14 @@ def coverage_table(model: nn.Module) -> str:
     return "\n".join(lines)
 
 
-def _group(p: Projection, sparse: bool) -> str:
+def _group(p: Projection, sparse: bool, front: Sequence[str]) -> str:
+    """front: the modules of towers that LoRA adapts, each a group."""
     if p.router:
         return "router"
     if ".self_attn." in p.public:
         return "attention"
-    if p.module.startswith("resampler."):
-        return "resampler"
+    if (first := p.module.partition(".")[0]) in front:
+        return first
     if p.expert is not None:
         return "vision experts" if ".vision." in p.module else "routed experts"
     if ".shared_experts." in p.public:
@@ -125,7 +127,8 @@ def _never(model: nn.Module, everything: list[Projection]) -> CoverageRow:
     weights = {p.weight for p in everything} | {p.module + ".base.weight" for p in everything}
     rest = {n: p for n, p in model.named_parameters() if n not in weights and not is_lora(n)}
     kinds = {"embeddings": "embed.", "norms": "norm.", "head": "head", "biases": ".bias", "mtp layers": "mtp."}
-    kinds |= {"vision tower": "tower."}
+    for tower in spread(model).towers().values():
+        kinds |= {f"{tower.name} tower": prefix for prefix in tower.prefixes if prefix not in tower.adapts}
     named = [kind for kind, part in kinds.items() if any(part in name for name in rest)]
     trained = sum(p.numel() for p in rest.values() if p.requires_grad)
     held = sum(p.numel() for p in rest.values()) - trained

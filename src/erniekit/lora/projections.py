@@ -13,6 +13,7 @@ from torch import nn
 
 from erniekit.errors import ConfigError
 from erniekit.lora.layers import LoRAExperts, LoRALayer, LoRARouter, experts_of, kind_of, layer_parts, weight_like
+from erniekit.model_contract import spread
 from erniekit.models import MODELS
 from erniekit.registry import nearest
 
@@ -73,10 +74,11 @@ def projections(model: nn.Module) -> list[Projection]:
     targets = frozenset(spec.lora_targets)
     other = "paddle" if spec.paddle_prefix else "hf"
     in_paddle = {e.ours: e.theirs for e in spec.names(config, other) if not e.copy_of}
+    adapted = ("layers.", *(prefix for tower in spread(model).towers().values() for prefix in tower.adapts))
     found = []
     for entry in spec.names(config, "hf"):
         module_name, _, leaf = entry.ours.rpartition(".")
-        if leaf != "weight" or not module_name.startswith(("layers.", "resampler.")):
+        if leaf != "weight" or not module_name.startswith(adapted):
             continue
         module = model.get_submodule(module_name)
         base: nn.Module = module.base if isinstance(module, LoRALayer) else module

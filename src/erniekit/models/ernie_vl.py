@@ -16,7 +16,8 @@ from erniekit.models.config import DecoderConfig
 from erniekit.models.ernie_dense import paddle_decoder, paddle_head, paddle_mlp
 from erniekit.models.ernie_vl_config import NESTED_TYPE, read_config, write_config
 from erniekit.models.fields import Fields
-from erniekit.models.layers.vision_language import VISION_LANGUAGE_PLAN, VisionLanguageDecoder
+from erniekit.models.layers.decoder import PLAN
+from erniekit.models.layers.vision_language import VisionLanguageDecoder
 from erniekit.models.names import Entry, hf_attention, hf_head, hf_mlp, reshaped, rows, transposed, verbatim
 from erniekit.models.spec import ModelSpec
 
@@ -162,7 +163,7 @@ SPEC = ModelSpec(
     read_config=read_config,
     write_config=write_config,
     build=VisionLanguageDecoder,
-    plan=VISION_LANGUAGE_PLAN,
+    plan=PLAN,
     names=names,
     lora_targets=(
         *ernie_dense.SPEC.lora_targets,

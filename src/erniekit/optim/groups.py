@@ -23,25 +23,27 @@ def make_groups(
     weight_decay: float,
     layerwise_bound: float = 1.0,
     lr_scale_of: Callable[[str], float] = lambda name: 1.0,
+    front: tuple[str, ...] = (),
 ) -> list[Group]:
-    """Trainable parameters only. `lr_scale_of` is for LoRA+; decay skips names with `bias` or `norm`, as ERNIEKit's."""
+    """Trainable parameters only. `lr_scale_of` is for LoRA+; decay skips names with `bias` or `norm`, as ERNIEKit's.
+    front: how names of towers' weights begin."""
     groups: dict[tuple[float, float], Group] = {}
     for name, param in parameters:
         if not param.requires_grad:
             continue
         decay = 0.0 if "bias" in name or "norm" in name else weight_decay
-        scale = layer_factor(name, num_layers, layerwise_bound) * lr_scale_of(name)
+        scale = layer_factor(name, num_layers, layerwise_bound, front) * lr_scale_of(name)
         group = groups.setdefault((scale, decay), Group(scale, decay))
         group.names.append(name)
         group.params.append(param)
     return list(groups.values())
 
 
-def layer_factor(name: str, layers: int, bound: float) -> float:
-    """bound + depth / (layers + 2) * (1 - bound): embedding and tower are depth 0, head and final norm the deepest."""
+def layer_factor(name: str, layers: int, bound: float, front: tuple[str, ...] = ()) -> float:
+    """bound + depth / (layers + 2) * (1 - bound): embedding and towers are depth 0, head and final norm the deepest."""
     found = re.match(r"layers\.(\d+)\.", name)
     if found:
         depth = int(found[1]) + 1
     else:
-        depth = 0 if name.startswith(("embed", "tower.", "resampler.")) else layers + 2
+        depth = 0 if name.startswith(("embed", *front)) else layers + 2
     return bound + depth / (layers + 2) * (1.0 - bound)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from erniekit.devices.base import Device
-from erniekit.model_contract import choose_kernels, packed_layers, spread, vision_language, wrap
+from erniekit.model_contract import choose_kernels, packed_layers, spread, wrap
 from erniekit.parallel import comm
 from erniekit.parallel.boundary import boundary_of
 from erniekit.parallel.compiled import compile_layers
@@ -71,8 +71,8 @@ def parallelise(
         assert group is not None
         for layer in spread(model).blocks():
             layer.attn.inner.all_keys = KeysOfAll(group)
-        if (with_pictures := vision_language(model)) is not None:
-            with_pictures.insert = SlicedInsertion()
+        for tower in spread(model).towers().values():
+            tower.insert = SlicedInsertion()
     apply_tensor_parallel(model, sharding, world)
     apply_expert_parallel(model, sharding, world, options.dispatch)
     parts = cut(model, sharding, world)
@@ -120,8 +120,9 @@ def parallelise(
 def _record(part: nn.Module, device: Device, batches: Graphed) -> None:
     graphs = GraphedLayers(spread(part), device, batches)
     wrap(part, lambda _: graphs, "run_layers")
-    if (with_pictures := vision_language(part)) is not None:
-        with_pictures.run_tower = RecordedTower(with_pictures.tower, device)
+    for tower in spread(part).towers().values() if spread(part).first else ():
+        if tower.recordable is not None:
+            tower.run = RecordedTower(tower.recordable, device)
 
 
 def _pipeline(

@@ -7,7 +7,7 @@ rank does the rest. Called by apply.py and engine.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import ProcessGroup
 
+from erniekit.model_contract import Tower
 from erniekit.parallel.collectives import gather_from
-
-CountTokens = Callable[[torch.Tensor], list[int]]  # grids [pictures, 3] -> tokens of each
 
 
 def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
@@ -47,43 +46,41 @@ class GatheredKeys(NamedTuple):
     copies: int
 
 
-def split(batch: Any, rank: int, ranks: int, picture_tokens: CountTokens | None = None) -> Any:
+def split(batch: Any, rank: int, ranks: int, towers: Mapping[str, Tower] | None = None) -> Any:
     """A micro-batch with what belongs to this rank's tokens; cu_seqlens bounds the pieces of documents it has of them,
-    and `shared` holds the keys of each piece. picture_tokens: the model's, for batches with pictures."""
+    and `shared` holds the keys of each piece. towers: the model's, for batches with inputs of theirs."""
     if ranks == 1:
         return batch
     parts = {name: take(getattr(batch, name), rank, ranks) for name in ("input_ids", "labels", "positions")}
     for name in ("real", "modality", "members"):
         if getattr(batch, name) is not None:
             parts[name] = take(getattr(batch, name), rank, ranks)
-    if batch.vision is not None:
-        assert picture_tokens is not None
-        tokens = picture_tokens(batch.vision.grids)
-        parts["vision"] = _pictures_here(batch.vision, tokens, batch.input_ids.shape, rank, ranks)
     if batch.pairs is not None:
         parts["pairs"] = replace(batch.pairs, segment=take(batch.pairs.segment, rank, ranks))
     if batch.noise is not None:
         parts["noise"] = type(batch.noise)(*(take(t, rank, ranks) for t in batch.noise))
     if batch.future is not None:
         parts["future"] = type(batch.future)(*(take(t, rank, ranks) for t in (batch.future.ids, batch.future.labels)))
-    return replace(batch, **parts, **_pieces(batch, rank, ranks), packed=True).counted()
+    found = batch.tower_inputs()
+    here = {name: _items_here((towers or {})[name], found[name], batch.input_ids.shape, rank, ranks) for name in found}
+    cut = replace(batch.with_tower_inputs(here), **parts, **_pieces(batch, rank, ranks), packed=True)
+    return cut.counted()
 
 
-def _pictures_here(vision: Any, tokens: list[int], shape: tuple[int, int], rank: int, ranks: int) -> Any:
-    """The pictures that some token of this rank shows, all of each; features of other ranks' tokens have the place
+def _items_here(tower: Tower, inputs: Any, shape: tuple[int, int], rank: int, ranks: int) -> Any:
+    """The items that some token of this rank shows, all of each; features of other ranks' tokens have the place
     behind all tokens, which is none."""
     B, length = shape
     size = length // (2 * ranks)
-    row, column = vision.places // length, vision.places % length
+    row, column = inputs.places // length, inputs.places % length
     first, second = chunks_of(rank, ranks)
     chunk, inside = column // size, column % size
     place = torch.where(chunk == first, inside, size + inside) + row * 2 * size
     place = torch.where((chunk == first) | (chunk == second), place, B * 2 * size)
-    patches = vision.grids.prod(1).tolist()
-    kept = [bool((part < B * 2 * size).any()) for part in place.split(tokens)]
-    taken = [x[torch.tensor(kept, dtype=torch.bool).repeat_interleave(torch.tensor(sizes))]
-             for x, sizes in ((vision.patches, patches), (place, tokens))]  # fmt: skip
-    return vision._replace(patches=taken[0], grids=vision.grids[torch.tensor(kept)], places=taken[1])
+    of_items = place.split(tower.counts(inputs))
+    kept = [n for n, part in enumerate(of_items) if bool((part < B * 2 * size).any())]
+    places = torch.cat([of_items[n] for n in kept]) if kept else place[:0]
+    return tower.select(inputs, kept)._replace(places=places)
 
 
 def _pieces(batch: Any, rank: int, ranks: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from erniekit.devices.base import Device
-from erniekit.model_contract import vision_language
+from erniekit.model_contract import spread
 from erniekit.parallel import comm, context
 from erniekit.parallel.compiled import eager
 from erniekit.parallel.fsdp import reshard, set_sharing
@@ -142,7 +142,7 @@ class Engine:
         layout, group = self.world.layout, None if self.sync is None else self.sync.replica_group
         if self.sync is None or group is None or self.pipeline is not None or not layout.whole_layers:
             return None
-        if any(vision_language(part) is not None for part in self.parts):  # whose backward has sums of its own
+        if spread(self.model).towers():  # whose backward has sums of its own
             return None
         if on_host(group) and self.device.type != "cpu":
             return None
@@ -171,9 +171,7 @@ class Engine:
 
     def _mine(self, batch: Any) -> Any:
         layout, at = self.world.layout, self.world.at
-        with_pictures = vision_language(self.model)
-        picture_tokens = None if with_pictures is None else with_pictures.picture_tokens
-        cut = context.split(batch, at["cp"], layout.cp, picture_tokens)
+        cut = context.split(batch, at["cp"], layout.cp, spread(self.model).towers())
         return cut.to(self.device, self.hardware.pins_memory)
 
     def _pipelined(self, batches: Sequence[Any], shares: Sequence[float]) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from erniekit.model_contract import spread, vision_language
+from erniekit.model_contract import spread
 from erniekit.parallel.mesh import World
 from erniekit.parallel.packed_bytes import NAME as PACKED_BYTES
 
@@ -48,8 +48,8 @@ def apply_fsdp(parts: list[nn.Module], world: World, compute: torch.dtype, offlo
     dealt: dict[str, Any] = {**options, "mesh": world.copies_mesh()} if layout.experts_over_data else {}
     in_fp32: dict[str, Any] = {**options, "mp_policy": MixedPrecisionPolicy()}
     for part in parts:
-        if (with_pictures := vision_language(part)) is not None:
-            with_pictures.always_encodes = True  # at nothing, where there is no picture
+        for tower in spread(part).towers().values():
+            tower.always_encodes = True  # no item, where a batch has none
         for block in spread(part).front():
             fully_shard(block, reshard_after_forward=again, **options)
         for _, layer in spread(part).held_layers():

@@ -71,8 +71,8 @@ def replicate() -> Rule:
 
 def dealt() -> Rule:
     """Whole on every rank, and each applies it to things of its own: gradients are summed. A weight over the channels
-    of a head, where heads are cut (a norm of queries and keys); a vision tower, whose pictures are dealt out
-    (pictures.py)."""
+    of a head, where heads are cut (a norm of queries and keys); a tower, whose items are dealt out
+    (dealt_inputs.py)."""
     return Rule("dealt")
 
 

@@ -14,8 +14,6 @@ from erniekit.parallel.plan import HeadShare, Plan, Range, Rule, head_share, rul
 
 Shape = tuple[int, ...]
 
-FRONT = ("tower.", "resampler.")  # weights in front of the layers, on the first stage with the embedding
-
 
 @dataclass(frozen=True)
 class Box:
@@ -56,11 +54,13 @@ class Sharding:
         num_layers: int,
         tied: bool,
         part_rows: Mapping[str, tuple[tuple[str, int], ...]],
+        front: tuple[str, ...] = (),
     ) -> None:
         """shapes: every parameter of the whole model by our names (adapters too). part_rows: for each fused linear the
-        public parts and their rows, and for each `<linear>.lora.<key>` those its B covers."""
+        public parts and their rows, and for each `<linear>.lora.<key>` those its B covers. front: how names of weights
+        in front of the layers begin, which are on the first stage with the embedding."""
         self.shapes, self.plan, self.heads, self.layout = dict(shapes), plan, heads, layout
-        self.num_layers, self.tied, self.part_rows = num_layers, tied, part_rows
+        self.num_layers, self.tied, self.part_rows, self.front = num_layers, tied, part_rows, front
         self._rules = {name: rule_of(plan, module_of(name)) for name in self.shapes}
         self.mtp_trained = False  # layers that predict further tokens embed them, on the last stage
         self.packed: set[str] = set()  # frozen weights that are not plain: cut by their bytes, not by their rows
@@ -94,7 +94,7 @@ class Sharding:
             return tuple(s for s, layers in enumerate(self.stages()) if layer in layers)
         if name.startswith("embed."):
             return (0, last) if self.embeds_last and last else (0,)
-        return (0,) if name.startswith(FRONT) else (last,)
+        return (0,) if name.startswith(self.front) else (last,)
 
     def pp_ranks_of(self, name: str) -> tuple[int, ...]:
         return tuple(dict.fromkeys(s % self.layout.pp for s in self.stages_of(name)))

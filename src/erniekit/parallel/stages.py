@@ -10,7 +10,7 @@ from torch import nn
 
 from erniekit.model_contract import spread
 from erniekit.parallel.mesh import World
-from erniekit.parallel.sharding import FRONT, Sharding
+from erniekit.parallel.sharding import Sharding
 
 
 class Skip(nn.Module):
@@ -37,7 +37,7 @@ def cut(model: nn.Module, sharding: Sharding, world: World) -> list[tuple[int, n
         spread(part).first, spread(part).last = first, last
         if not first and not (last and sharding.embeds_last):
             part._modules.pop("embed")
-        for name in FRONT if not first else ():
+        for name in sharding.front if not first else ():
             part._modules.pop(name.removesuffix("."), None)
         if not last:
             for name in ("norm", "head"):

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from erniekit.model_contract import bare, bias_adder, pairs_of, parts_of, spread, vision_language, weight_holder
+from erniekit.model_contract import Tower, bare, bias_adder, pairs_of, parts_of, spread, weight_holder
 from erniekit.parallel.collectives import copy_to, gather_from, scatter_sum, sum_from
+from erniekit.parallel.dealt_inputs import DealtInputs
 from erniekit.parallel.mesh import World
-from erniekit.parallel.pictures import DealtPictures
 from erniekit.parallel.plan import rule_of
 from erniekit.parallel.sharding import Sharding
 from erniekit.parallel.vocab import VocabEmbedding, VocabHead
@@ -62,8 +62,9 @@ def apply_tensor_parallel(model: nn.Module, sharding: Sharding, world: World) ->
         else:
             assert isinstance(base, nn.Linear)
             _leave_summed(module, base, group, sp)
-    if (with_pictures := vision_language(model)) is not None:
-        with_pictures.encode = DealtPictures(group, tp, sliced=sp)
+    for tower in spread(model).towers().values():
+        if _is_dealt(tower, sharding, sp):
+            tower.encode = DealtInputs(group, tp, sliced=sp)
     if sp:
         _work_on_slices(model, tp, world.layout.tp)
     _share_heads(model, sharding, tp)
@@ -138,13 +139,23 @@ def _work_on_slices(model: nn.Module, tp: int, ranks: int) -> None:
     for layer in spread(model).blocks():
         if layer.sparse:
             layer.mlp.piece = (tp, ranks)
-    if (with_pictures := vision_language(model)) is not None:
-        with_pictures.insert = SlicedInsertion(tp, ranks)
+    for tower in spread(model).towers().values():
+        tower.insert = SlicedInsertion(tp, ranks)
     spread(model).row_slice = (tp, ranks)
 
 
+def _is_dealt(tower: Tower, sharding: Sharding, sp: bool) -> bool:
+    """Whether its items are dealt out to the ranks; else each encodes all of them, with the weights it has."""
+    kinds = {sharding.rule(name).kind for name in sharding.names() if name.startswith(tower.prefixes)}
+    assert kinds == {"dealt"} or "dealt" not in kinds, f"tower {tower.name}: weights of dealt items are all dealt()"
+    # Sums over ranks inside a tower would be sums of other slices' gradients.
+    whole = kinds <= {"dealt", "replicate"}
+    assert whole or not sp, f"tower {tower.name}: under sequence parallelism its weights are dealt() or replicate()"
+    return kinds == {"dealt"}
+
+
 class SlicedInsertion(nn.Module):
-    """In the slot of models.layers.vision_language.LocalInsertion: this rank has a slice of every row. A place behind
+    """In the slot of models.layers.tower.LocalInsertion: this rank has a slice of every row. A place behind
     all tokens is none."""
 
     def __init__(self, rank: int = 0, ranks: int = 1) -> None:

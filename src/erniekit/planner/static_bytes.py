@@ -17,7 +17,7 @@ from typing import NamedTuple
 from erniekit.kernels.moments8 import BLOCK, fits8
 from erniekit.models.costs import MASTER_BYTES, MOMENT_BYTES
 from erniekit.parallel.layout import Layout
-from erniekit.parallel.sharding import FRONT, Sharding
+from erniekit.parallel.sharding import Sharding
 
 SMALLEST = 16  # columns of a block of 8-bit moments
 # Tensors whose states are on the device at once, of an optimiser in host memory: those that come or leave, and the one
@@ -192,7 +192,7 @@ class TensorBlocks:
             elif name.startswith("embed."):
                 self.names["embed"].append(name)
             else:
-                self.names["front" if name.startswith(FRONT) else "last"].append(name)
+                self.names["front" if name.startswith(sharding.front) else "last"].append(name)
         kinds: dict[tuple[object, ...], int] = {}  # like tensors have one number, as a search looks it up often
         named = [name for names in self.names.values() for name in names]
         self._like = {name: kinds.setdefault(self._signature(name), len(kinds)) for name in named}

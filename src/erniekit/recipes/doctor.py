@@ -23,6 +23,7 @@ from erniekit.data.types import IGNORE, TEXT, Batch
 from erniekit.errors import ErnieKitError
 from erniekit.log import colour_on, emit, paint
 from erniekit.lora.inject import is_lora
+from erniekit.model_contract import spread
 from erniekit.models.layers.router import Router
 from erniekit.models.vision_parts import part_of
 from erniekit.optim.adamw import AdamW
@@ -242,13 +243,13 @@ def gradients(
     parameters = dict(built.parameters())
     reached, here = set(), set(optimizer.params)
     # Tokens of pictures carry no loss, so what only they meet in the last layer has a gradient of zeros.
-    unseen = {"vision"}
-    if not any(built.world.gather(first.vision is not None)):
-        unseen |= {"tower", "resampler"}
+    given = set().union(*built.world.gather(set(first.tower_inputs())))
+    towers = spread(built.whole).towers()
+    unseen = tuple(prefix for name in towers if name not in given for prefix in towers[name].prefixes)
     for name in optimizer.params:
         partner = parameters.get(name[:-1] + "B") if is_lora(name) and name.endswith(".A") else None
         starts_at_zero = partner is not None and not bool(local(partner).any())
-        excused = name in formed and (starts_at_zero or part_of(name) in unseen)
+        excused = name in formed and (starts_at_zero or (part_of(name) == "vision" or name.startswith(unseen)))
         if excused or (name in seen and bool(seen[name].any)):
             reached.add(name)
     # A rank may hold only rows of a table that these few tokens do not touch: some rank must have the gradient.

@@ -52,6 +52,7 @@ def make_optimizer(cfg: RunConfig, built: Built) -> AdamW:
         cfg.optim.weight_decay,
         cfg.optim.layerwise_lr_decay_bound,
         scale_of,
+        built.sharding.front,
     )
     by_place = cfg.optim.optim_states == "8bit" or cfg.optim.master_weights == "none"
     names = [name for group in groups for name in group.names] if by_place else []

@@ -22,7 +22,7 @@ from erniekit.data.vision.features import FOLDER, FeatureShape, FeatureStore, fr
 from erniekit.errors import ConfigError
 from erniekit.files.cache_folder import default_cache_dir
 from erniekit.log import emit, warn_once
-from erniekit.model_contract import choose_kernels, spread, vision_language
+from erniekit.model_contract import PictureTower, choose_kernels, picture_tower, spread
 from erniekit.models.costs import adapters_met_of
 from erniekit.models.layers.linear import HoldsWeight
 from erniekit.models.layers.vision_language import TOKENS, TOWER
@@ -95,8 +95,8 @@ def feature_cache(cfg: RunConfig, built: Built, data: TrainData) -> KeptFeatures
     """Installed where the keys and the run allow it; prints which. All ranks call it."""
     frozen = _frozen_parts(built)
     if "tower" in frozen:
-        for part in _vision_models(built):
-            part.tower.alone, part.resampler.alone = True, "resampler" in frozen
+        for tower in _picture_towers(built):
+            tower.tower.alone, tower.resampler.alone = True, "resampler" in frozen
     mode = cfg.vision.vision_feature_cache
     if mode == "off":
         return None
@@ -119,7 +119,7 @@ def feature_cache(cfg: RunConfig, built: Built, data: TrainData) -> KeptFeatures
     if not patches:  # text alone
         return None
     encoder = (
-        _encoder(built, "resampler" in frozen) if _vision_models(built) else None
+        _encoder(built, "resampler" in frozen) if _picture_towers(built) else None
     )  # later pipeline stages have no tower
     name = built.world.broadcast(_name(built, encoder, shape) if encoder is not None else "")  # the first rank's
     folder = Path(cfg.data.cache_dir or default_cache_dir()).expanduser() / FOLDER
@@ -133,8 +133,8 @@ def feature_cache(cfg: RunConfig, built: Built, data: TrainData) -> KeptFeatures
     if encoder is None:
         return None
     collate.store = FeatureStore(folder / name, shape, capacity)
-    for part in _vision_models(built):
-        part.kept = TOKENS if shape.tokens else TOWER
+    for tower in _picture_towers(built):
+        tower.kept = TOKENS if shape.tokens else TOWER
     return KeptFeatures(encoder, collate.store, built.device.handle, f"vision_feature_cache: {summary}")
 
 
@@ -144,8 +144,8 @@ def seen_before(built: Built, batch: Batch) -> Batch:
     assert vision is not None
     assert "tower" in frozen
     shape, encoder = _shape(built, "resampler" in frozen), _encoder(built, "resampler" in frozen)
-    for part in _vision_models(built):
-        part.kept = TOKENS if shape.tokens else TOWER
+    for tower in _picture_towers(built):
+        tower.kept = TOKENS if shape.tokens else TOWER
     grids = [(int(t), int(h), int(w)) for t, h, w in vision.grids.tolist()]
     rows = []
     for pixels, grid in zip(vision.patches.split([t * h * w for t, h, w in grids]), grids):
@@ -194,9 +194,10 @@ def _gb(count: int) -> str:
     return f"{count / GB:,.2g} GB"
 
 
-def _vision_models(built: Built) -> list[Any]:
-    """The parts of the model here that have a tower."""
-    return [part for part in built.engine.parts if vision_language(part) is not None and spread(part).first]
+def _picture_towers(built: Built) -> list[PictureTower]:
+    """That of the part of the model which is the first stage, if that is here."""
+    found = (picture_tower(part) for part in built.engine.parts if spread(part).first)
+    return [tower for tower in found if tower is not None]
 
 
 def _frozen_parts(built: Built) -> set[str]:
@@ -209,7 +210,8 @@ def _why_not(cfg: RunConfig, built: Built, frozen: set[str]) -> str:
     """Empty: there is no reason against it."""
     if "tower" not in frozen:
         return "the tower is trained"
-    parts = [m for part in _vision_models(built) for name, m in part.named_modules() if part_of(name) in frozen]
+    first = [part for part in built.engine.parts if spread(part).first]
+    parts = [m for part in first for name, m in part.named_modules() if part_of(name) in frozen]
     if any(isinstance(m, HoldsWeight) and (m.packed_shape is not None or m.rounding is not None) for m in parts):
         return "the tower's weights are rounded in this run"
     if built.world.layout.fsdp > 1 and not cfg.model.continue_training:
@@ -227,13 +229,13 @@ def _shape(built: Built, tokens: bool) -> FeatureShape:
 
 def _encoder(built: Built, with_resampler: bool) -> FeatureEncoder:
     if built.world.layout.fsdp == 1:
-        model: Any = _vision_models(built)[0]
+        pictures = _picture_towers(built)[0]
     else:
-        model = _copy(built, with_resampler)
-    return FeatureEncoder(model.tower, model.resampler if with_resampler else None)
+        pictures = _copy(built, with_resampler)
+    return FeatureEncoder(pictures.tower, pictures.resampler if with_resampler else None)
 
 
-def _copy(built: Built, with_resampler: bool) -> Any:
+def _copy(built: Built, with_resampler: bool) -> PictureTower:
     """Tower and resampler of the model's folder, whole: as the run's are gathered."""
     folder, device = built.folder, built.device
     model: Any = folder.spec.cast(folder.meta(), built.dtype)
@@ -251,7 +253,9 @@ def _copy(built: Built, with_resampler: bool) -> Any:
                 slot.copy_(folder.read(entries[f"{name}.{inner}"]))
         if built.plan.config.model.compile:  # as the run's are: the same bits
             compile_row_functions(part)
-    return model
+    pictures = picture_tower(model)
+    assert pictures is not None
+    return pictures
 
 
 def _name(built: Built, encoder: FeatureEncoder, shape: FeatureShape) -> str:

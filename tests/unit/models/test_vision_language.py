@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from erniekit.data.types import IMAGE, More, Vision
+from erniekit.data.types import IMAGE, EmbeddingNoise, More, Vision
 from erniekit.kernels.frame_attention import frame_attention
 from erniekit.kernels.rope import cos_sin, cos_sin_of_axes, frame_cos_sin, inverse_frequencies
 from erniekit.lora.frozen_base import store_frozen
@@ -148,7 +148,7 @@ def test_a_frozen_tower_does_not_look_at_a_batch_without_pictures() -> None:
     model.tower.register_forward_hook(lambda *_: looked.append(1))
     model(batch.input_ids, batch.positions, more=batch.more())
     assert not looked
-    model.always_encodes = True
+    model.pictures.always_encodes = True
     model(batch.input_ids, batch.positions, more=batch.more())
     assert looked, "where ranks gather its weights together all must"
 
@@ -180,7 +180,7 @@ def test_a_cut_sequence_keeps_the_pictures_its_tokens_show() -> None:
     batch.vision = Vision(
         torch.arange(48)[:, None], torch.tensor([[1, 4, 4], [2, 4, 4]]), torch.tensor([6, 7, 8, 9, 25, 26, 27, 28])
     )
-    found = [split(batch, rank, 2, model_of().picture_tokens) for rank in range(2)]
+    found = [split(batch, rank, 2, model_of().towers()) for rank in range(2)]
     assert [part.vision.grids.tolist() for part in found] == [[[1, 4, 4], [2, 4, 4]], [[1, 4, 4]]]
     assert found[0].vision.places.tolist() == [6, 7, 16, 16, 9, 10, 11, 12], "chunks of 8: the first and the last"
     assert found[1].vision.places.tolist() == [16, 16, 0, 1]
@@ -204,6 +204,15 @@ def test_a_packed_base_leaves_what_sees_and_the_shared_experts_plain() -> None:
 def _base(name: str) -> str:
     module, _, leaf = name.rpartition(".")
     return f"{module}.base.{leaf}"
+
+
+def test_noise_on_embeddings_is_for_tokens_and_leaves_features_as_they_are() -> None:
+    model, batch = model_of(), row(1, 0, True)
+    assert batch.vision is not None
+    noise = EmbeddingNoise(torch.arange(32, dtype=torch.int32)[None], torch.ones(1, 32))
+    noisy, plain = (model.embed_batch(batch.input_ids, batch.more()._replace(noise=n)) for n in (noise, None))
+    same = (noisy == plain).all(-1)[0]
+    assert same.nonzero().flatten().tolist() == batch.vision.places.tolist()
 
 
 def test_a_loss_of_a_model_that_knows_no_batch_is_that_of_text() -> None:

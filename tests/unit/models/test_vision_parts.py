@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from erniekit.model_contract import front_prefixes
 from erniekit.models import MODELS
 from erniekit.models.vision_parts import freeze, part_of, tower_lr_scale
 from erniekit.optim.groups import make_groups
@@ -54,7 +55,8 @@ def test_a_layer_of_the_tower_learns_at_a_share_of_the_next(name: str, scale: fl
 
 def test_what_sees_comes_before_the_first_layer_where_rates_fall_towards_it() -> None:
     with torch.device("meta"):
-        named = list(SPEC.build(SHAPE).named_parameters())
-    scales = {n: g.lr_scale for g in make_groups(named, 3, 0.1, layerwise_bound=0.5) for n in g.names}
+        model = SPEC.build(SHAPE)
+    named, front = list(model.named_parameters()), front_prefixes(model)
+    scales = {n: g.lr_scale for g in make_groups(named, 3, 0.1, layerwise_bound=0.5, front=front) for n in g.names}
     assert scales["tower.patch.weight"] == scales["resampler.proj.weight"] == scales["embed.weight"] == 0.5
     assert scales["norm.weight"] == 1.0

@@ -5,7 +5,7 @@ B batch, L length, H hidden, V vocab.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ from erniekit.kernels.cross_entropy import CHUNK
 from erniekit.kernels.embedding_noise import with_noise
 from erniekit.kernels.packed_attention import for_kernel
 from erniekit.kernels.rope import cos_sin, cos_sin_of_axes, inverse_frequencies
-from erniekit.model_contract import OutputHead, TokenEmbedding
+from erniekit.model_contract import OutputHead, TokenEmbedding, Tower
 from erniekit.models.config import DecoderConfig
 from erniekit.models.layers.attention import Attention, Context, InnerAttention
 from erniekit.models.layers.head import LocalHead
@@ -120,17 +120,26 @@ class Decoder(nn.Module):
         return embedded
 
     def embed_batch(self, ids: torch.Tensor, more: Any) -> torch.Tensor:
-        """What the layers start from, [B, L, H]: here the tokens' embeddings, in training with the batch's noise."""
+        """What the layers start from, [B, L, H]: the tokens' embeddings, in training with the batch's noise, and the
+        features of towers in their places."""
         x_BLH = self.embed_ids(ids)
         noise = None if more is None else more.noise
-        if noise is None or not self.training or not torch.is_grad_enabled():
-            return x_BLH
-        rank, ranks = self.row_slice
-        return with_noise(x_BLH, *(of_row.chunk(ranks, dim=1)[rank] for of_row in noise))
+        if noise is not None and self.training and torch.is_grad_enabled():
+            rank, ranks = self.row_slice
+            x_BLH = with_noise(x_BLH, *(of_row.chunk(ranks, dim=1)[rank] for of_row in noise))
+        for tower in self.towers().values():
+            x_BLH = tower.put_into(x_BLH, more)
+        return x_BLH
+
+    def towers(self) -> Mapping[str, Tower]:
+        """What stands in front of the layers, by name (layers/tower.py)."""
+        return {}
 
     def front(self) -> Iterator[nn.Module]:
         """Blocks in front of the layers, on the first stage, each gathered by itself where weights are spread."""
-        return iter(())
+        if self.first:
+            for tower in self.towers().values():
+                yield from tower.blocks()
 
     def head_weight(self) -> torch.Tensor:
         """[V, H]; the embedding itself when tied. Of a model with a score head [labels, H]."""

@@ -1,28 +1,28 @@
 """A vision-language decoder: the features of pictures and video frames take the places of their tokens' embeddings.
 
-B batch, L length, H hidden, V vision tokens.
+B batch, L length, H hidden, V vision tokens, P patches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from erniekit.model_contract import PICTURES, Tower
 from erniekit.models.config import DecoderConfig
 from erniekit.models.layers.attention import Context
-from erniekit.models.layers.decoder import PLAN, Decoder
+from erniekit.models.layers.decoder import Decoder
 from erniekit.models.layers.resampler import PAIR, Resampler
+from erniekit.models.layers.tower import InputTower
 from erniekit.models.layers.vision import VisionTower
-from erniekit.parallel.plan import dealt
+from erniekit.parallel.plan import Rule, dealt
 
 LOSS_PICTURES, LOSS_TEXT = "loss_pictures", "loss_text"  # of answers in documents with pictures, and of text only
 TOWER, TOKENS = "tower", "tokens"  # what is kept of pictures: the tower's output, or the resampler's
-# Whole on every rank of a tensor-parallel group, which deal out the pictures: exact, and no sums inside the tower.
-VISION_LANGUAGE_PLAN = {"tower.*": dealt(), "resampler.*": dealt(), **PLAN}
 
 
 def documents_with(modality: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
@@ -35,20 +35,84 @@ def documents_with(modality: torch.Tensor, cu_seqlens: torch.Tensor | None) -> t
     return has.repeat_interleave(bounds.diff(), output_size=modality.numel()).view_as(modality)
 
 
-class LocalInsertion(nn.Module):
-    """Slot `insert` of a vision-language model. All tokens of a batch are here."""
+class PicturePatches(NamedTuple):
+    """What this tower needs of a data.types.Vision."""
 
-    def forward(self, x_BLH: torch.Tensor, features_VH: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """The embeddings with features in these places of the flattened [B * L] tokens."""
-        flat = x_BLH.flatten(0, 1).index_copy(0, places, features_VH.to(x_BLH.dtype))
-        return flat.view_as(x_BLH)
+    patches: torch.Tensor
+    grids: torch.Tensor
+    places: torch.Tensor
 
 
-class LocalEncoder(nn.Module):
-    """Slot `encode` of a vision-language model: this rank runs the tower on every picture."""
+class PictureInput(InputTower):
+    """Pictures and video frames, by way of the vision tower and the resampler behind it."""
 
-    def forward(self, model: VisionLanguageDecoder, vision: Any) -> torch.Tensor:
-        return model.encode_here(vision.patches, vision.grids)
+    name = PICTURES
+    prefixes: tuple[str, ...] = ("tower.", "resampler.")
+    adapts: tuple[str, ...] = ("resampler.",)
+    # Whole on every rank of a tensor-parallel group, which deal out the pictures: exact, and no sums inside the tower.
+    plan: Mapping[str, Rule] = {"tower.*": dealt(), "resampler.*": dealt()}
+
+    def __init__(self, config: DecoderConfig, tower: VisionTower, resampler: Resampler) -> None:
+        super().__init__()
+        assert config.vision is not None
+        self.shape, self.width = config.vision, config.hidden_size
+        self.tower, self.resampler = tower, resampler
+        self.recordable = tower
+        # Of batches that hold features in the place of pixels: which ("tower" or "tokens"); None: all hold pixels.
+        self.kept: str | None = None
+
+    def modules(self) -> Sequence[nn.Module]:
+        return self.tower, self.resampler
+
+    def blocks(self) -> Iterator[nn.Module]:
+        yield from self.tower.blocks
+        yield self.resampler
+
+    def encode_here(self, inputs: Any) -> torch.Tensor:
+        return self.features_of(inputs.patches, inputs.grids)
+
+    def features_of(self, patches: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
+        """Patches of the pictures of these grids -> their features [V, H]. Features from the cache skip the tower."""
+        shapes = [(int(t), int(h), int(w)) for t, h, w in grids.tolist()]
+        if patches.dtype != torch.uint8 and self.kept == TOKENS:
+            return self._unfolded(patches, grids)
+        run = self.run or self.tower
+        x_PW = run(patches, shapes) if patches.dtype == torch.uint8 else patches
+        result: torch.Tensor = self.resampler(x_PW, shapes)
+        return result
+
+    def _unfolded(self, rows: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
+        """[P, H / 4] -> [V, H]: a token's features lie in four rows, those of a video in the first half of its rows."""
+        each, counts = self.shape.merge**2, self._tokens(grids)
+        parts = rows.split(grids.prod(1).tolist())
+        found = [part[: each * count].reshape(count, self.width) for part, count in zip(parts, counts)]
+        return torch.cat(found) if found else rows.new_zeros(0, self.width)
+
+    def counts(self, inputs: Any) -> list[int]:
+        return self._tokens(inputs.grids)
+
+    def _tokens(self, grids: torch.Tensor) -> list[int]:
+        each = self.shape.merge**2
+        return [t * h * w // (each if t == 1 else each * PAIR) for t, h, w in grids.tolist()]
+
+    def costs(self, inputs: Any) -> list[float]:
+        """A patch's products, and its attention to all of its frame."""
+        v = self.shape
+        return [t * h * w * (2.0 * v.width + v.mlp_width + h * w) for t, h, w in inputs.grids.tolist()]
+
+    def select(self, inputs: Any, items: Sequence[int]) -> Any:
+        parts = inputs.patches.split(inputs.grids.prod(1).tolist())
+        patches = torch.cat([parts[n] for n in items]) if items else inputs.patches[:0]
+        return inputs._replace(patches=patches, grids=inputs.grids[torch.tensor(items, dtype=torch.int64)])
+
+    def nothing(self, x_BLH: torch.Tensor) -> PicturePatches | None:
+        if self.kept == TOKENS:
+            return None
+        if self.kept == TOWER:  # as on ranks that have pictures now, of which none is encoded
+            patches = x_BLH.new_zeros(0, self.shape.width)
+        else:
+            patches = torch.zeros(0, self.shape.patch_size, dtype=torch.uint8, device=x_BLH.device)
+        return PicturePatches(patches, torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64, device=x_BLH.device))
 
 
 class VisionLanguageDecoder(Decoder):
@@ -57,69 +121,10 @@ class VisionLanguageDecoder(Decoder):
         assert config.vision is not None
         self.tower = VisionTower(config.vision)
         self.resampler = Resampler(config)
-        self.run_tower: Callable[..., torch.Tensor] | None = None  # in place of the tower (parallel/recorded_tower.py)
-        self.encode: nn.Module = LocalEncoder()
-        self.insert: nn.Module = LocalInsertion()
-        # Run the tower for batches without pictures too, on no rows: set where ranks gather its weights together.
-        self.always_encodes = False
-        # Of batches that hold features in the place of pixels: which ("tower" or "tokens"); None: all hold pixels.
-        self.kept: str | None = None
+        self.pictures = PictureInput(config, self.tower, self.resampler)
 
-    def front(self) -> Iterator[nn.Module]:
-        if self.first:
-            yield from self.tower.blocks
-            yield self.resampler
-
-    def features(self, vision: Any) -> torch.Tensor:
-        """data.types.Vision -> [V, H]."""
-        features: torch.Tensor = self.encode(self, vision)
-        return features
-
-    def encode_here(self, patches: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
-        """Patches of the pictures of these grids -> their features, here. Features from the cache skip the tower."""
-        shapes = [(int(t), int(h), int(w)) for t, h, w in grids.tolist()]
-        if patches.dtype != torch.uint8 and self.kept == TOKENS:
-            return self._unfolded(patches, grids)
-        run_tower = self.run_tower or self.tower
-        x_PW = run_tower(patches, shapes) if patches.dtype == torch.uint8 else patches
-        result: torch.Tensor = self.resampler(x_PW, shapes)
-        return result
-
-    def _unfolded(self, rows: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
-        """[P, H / 4] -> [V, H]: a token's features lie in four rows, those of a video in the first half of its rows."""
-        assert self.config.vision is not None
-        each, width = self.config.vision.merge**2, self.config.hidden_size
-        counts = self.picture_tokens(grids)
-        parts = rows.split(grids.prod(1).tolist())
-        found = [part[: each * count].reshape(count, width) for part, count in zip(parts, counts)]
-        return torch.cat(found) if found else rows.new_zeros(0, width)
-
-    def picture_tokens(self, grids: torch.Tensor) -> list[int]:
-        assert self.config.vision is not None
-        each = self.config.vision.merge**2
-        return [t * h * w // (each if t == 1 else each * PAIR) for t, h, w in grids.tolist()]
-
-    def picture_costs(self, grids: torch.Tensor) -> list[float]:
-        """Of encoding each, in units of their own: a patch's products, and its attention to all of its frame."""
-        v = self.config.vision
-        assert v is not None
-        return [t * h * w * (2.0 * v.width + v.mlp_width + h * w) for t, h, w in grids.tolist()]
-
-    def embed_batch(self, ids: torch.Tensor, more: Any) -> torch.Tensor:
-        x_BLH, vision = self.embed_ids(ids), None if more is None else more.vision
-        if vision is not None:
-            places: torch.Tensor = self.insert(x_BLH, self.features(vision), vision.places)
-            return places
-        if self.kept == TOKENS or (not self.always_encodes and not self._trains()):
-            return x_BLH
-        nothing = ids.new_zeros(0, dtype=torch.int64)
-        v = self.config.vision
-        assert v is not None
-        patches = torch.zeros(0, v.patch_size, dtype=torch.uint8, device=ids.device)
-        if self.kept == TOWER:  # as on ranks that have pictures now, of which none is encoded
-            patches = torch.zeros(0, v.width, dtype=x_BLH.dtype, device=ids.device)
-        inserted: torch.Tensor = self.insert(x_BLH, self.encode_here(patches, torch.zeros(0, 3)), nothing)
-        return inserted
+    def towers(self) -> Mapping[str, Tower]:
+        return {**super().towers(), self.pictures.name: self.pictures}
 
     def answers_loss(
         self, h_BLH: torch.Tensor, labels: torch.Tensor, ignore: int, chunk: int, scale: float | None, ctx: Context,
@@ -150,14 +155,9 @@ class VisionLanguageDecoder(Decoder):
             ctx.record[name, 0] = (part.detach() if scale is None else part.detach() / scale, counts[name])
         return loss
 
-    def _trains(self) -> bool:
-        if not torch.is_grad_enabled():
-            return False
-        return any(p.requires_grad for part in (self.tower, self.resampler) for p in part.parameters())
-
 
 if TYPE_CHECKING:  # the contract, checked where it is kept
-    from erniekit.model_contract import VisionLanguageModel
+    from erniekit.model_contract import PictureTower
 
-    def _model(model: VisionLanguageDecoder) -> VisionLanguageModel:
-        return model
+    def _pictures(tower: PictureInput) -> PictureTower:
+        return tower

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from erniekit.data.types import More
+from erniekit.model_contract import picture_tower
 from erniekit.models.layers.router import Router
 from erniekit.serve.engines.base import GenerationJob, SamplingParams, Token, TokenStream
 from erniekit.serve.engines.paged import PagedAttention, PagedCache, SequencePiece, Step, install
@@ -109,7 +110,9 @@ class PlainSteps:
             at += piece.stop - piece.start
         if not features:
             return x_1TH
-        result: torch.Tensor = model.insert(x_1TH, torch.cat(features), torch.cat(places).to(self.device))  # type: ignore[operator]
+        tower = picture_tower(model)
+        assert tower is not None, "pictures are read for models that take them"
+        result: torch.Tensor = tower.insert(x_1TH, torch.cat(features), torch.cat(places).to(self.device))
         return result
 
 

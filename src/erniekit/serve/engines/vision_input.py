@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from erniekit.model_contract import picture_tower
+
 PAIR = 2  # frames of a video that become one
 
 
@@ -150,7 +152,9 @@ class FeatureReader:
             found = cache.get(name, medium.key, unit)
             if found is None:
                 patches, grid = medium.unit(unit)
-                found = model.encode_here(patches.to(device), grid).cpu()
+                tower = picture_tower(model)
+                assert tower is not None, "pictures are read for models that take them"
+                found = tower.features_of(patches.to(device), grid).cpu()
                 cache.put(name, medium.key, unit, found)
             self._held[key] = found
         return self._held[key]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from erniekit.parallel.pictures import deal
+from erniekit.parallel.dealt_inputs import deal
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -1,7 +1,8 @@
-"""A vision tower whose weights are whole on every tensor-parallel rank: pictures are dealt out by cost, and each rank
-gets the features of all. Called by tensor.py. V vision tokens, H hidden.
+"""A tower whose weights are whole on every tensor-parallel rank: its items are dealt out by cost, and each rank gets
+the features of all. Called by tensor.py.
 
-Which rank computes which picture follows from the grids only, so there is no communication and no wait for the device.
+Which rank encodes which item follows from costs and counts alone, so there is no communication and no wait for the
+device.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from erniekit.kernels.autograd_function import Function
+from erniekit.model_contract import Tower
 from erniekit.parallel import comm
 
 
 def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Which pictures each rank computes: the most expensive first, each to the rank with the least so far."""
+    """Which items each rank encodes: the most expensive first, each to the rank with the least so far."""
     hands: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks
     for number in sorted(range(len(costs)), key=lambda n: (-costs[n], n)):
@@ -29,34 +31,30 @@ def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
     return [sorted(hand) for hand in hands]
 
 
-class DealtPictures(nn.Module):
-    """In the slot of models.layers.vision_language.LocalEncoder.
+class DealtInputs(nn.Module):
+    """In the slot of models.layers.tower.LocalEncoder.
 
     sliced: a rank's gradients of the features are those of its own slice of the rows, to be summed; else each rank has
-    all of them. Either way it passes on those of its own pictures: the tower's gradients are summed over the ranks.
+    all of them. Either way it passes on those of its own items: the tower's gradients are summed over the ranks.
     """
 
     def __init__(self, group: ProcessGroup, rank: int, sliced: bool) -> None:
         super().__init__()
         self.group, self.rank, self.sliced = group, rank, sliced
 
-    def forward(self, model: Any, vision: Any) -> torch.Tensor:
-        grids, device = vision.grids, vision.patches.device
-        hands = deal(model.picture_costs(grids), self.group.size())
-        tokens = model.picture_tokens(grids)
-        mine = hands[self.rank]
-        patches = [part for n, part in enumerate(vision.patches.split(grids.prod(1).tolist())) if n in mine]
-        chosen = torch.cat(patches) if patches else vision.patches[:0]
-        own = model.encode_here(chosen, grids[torch.tensor(mine, dtype=torch.int64)])
-        most = max(sum(tokens[n] for n in hand) for hand in hands)
-        starts = torch.tensor([0, *tokens]).cumsum(0).tolist()
+    def forward(self, tower: Tower, inputs: Any) -> torch.Tensor:
+        device, counts = inputs.places.device, tower.counts(inputs)
+        hands = deal(tower.costs(inputs), self.group.size())
+        own = tower.encode_here(tower.select(inputs, hands[self.rank]))
+        most = max(sum(counts[n] for n in hand) for hand in hands)
+        starts = torch.tensor([0, *counts]).cumsum(0).tolist()
         place_of = torch.empty(starts[-1], dtype=torch.int64)
         own_rows: list[int] = []
         for rank, hand in enumerate(hands):
-            at = rank * most  # where each picture's features are in what comes
+            at = rank * most  # where each item's features are in what comes
             for n in hand:
-                place_of[starts[n] : starts[n + 1]] = torch.arange(at, at + tokens[n])
-                at += tokens[n]
+                place_of[starts[n] : starts[n + 1]] = torch.arange(at, at + counts[n])
+                at += counts[n]
                 own_rows += range(starts[n], starts[n + 1]) if rank == self.rank else ()
         rows = torch.tensor(own_rows, dtype=torch.int64)
         result: torch.Tensor = _Join.apply(own, place_of.to(device), rows.to(device), most, self.group, self.sliced)
