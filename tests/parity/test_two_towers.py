@@ -31,7 +31,8 @@ from erniekit.parallel.apply import SpreadOptions, parallelise
 from erniekit.parallel.context import split
 from erniekit.parallel.dealt_inputs import DealtInputs
 from erniekit.parallel.gradients import local
-from erniekit.parallel.mesh import Layout, World
+from erniekit.parallel.layout import Layout
+from erniekit.parallel.mesh import World
 from erniekit.parallel.plan import Plan, column, dealt, replicate
 from erniekit.parallel.plan import row as by_row
 from erniekit.parallel.sharding_table import plain, sharding_of
