@@ -51,7 +51,6 @@ def test_too_many_bad_rows_stop_the_run_and_raising_the_key_costs_nothing(tmp_pa
 
 def test_the_bad_rows_of_several_sources_share_one_file_and_a_clean_run_leaves_none(tmp_path, tokenizer):
     listed = tmp_path / "bad_rows.jsonl"
-    bad_rows = BadRowsFile(listed)
     paths = [write_jsonl(tmp_path / name, [small_row(1), "broken"]) for name in ("a.jsonl", "b.jsonl")]
     options = {
         "max_seq_len": 96,
