@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 from erniekit.printable import plain
 
 
@@ -62,3 +64,14 @@ class Preempted(Exception):
     """A signal stopped the run; its checkpoint is written. Exit code 75: run the same command to resume."""
 
     exit_code = 75
+
+
+def stopped_unsaved(number: int, point: str | None) -> tuple[str, str]:
+    """The two lines about a run that a signal ended before it could save; whoever ends it says them, rank or launcher.
+
+    point: the checkpoint that the same command resumes from; "" where there is none, None where it is not known."""
+    does = f"; it resumes from {point}" if point else "; it starts again, as there is no checkpoint yet"
+    return (
+        f"stopped by {signal.Signals(number).name} without a save",
+        "next: run the same command" + (does if point is not None else ""),
+    )

@@ -265,7 +265,14 @@ def test_one_failed_save_of_the_best_step_ends_neither_the_run_nor_its_rerun(
         patch.setattr(writer, "publish", publish)
         train(run, **keys)
     assert hits == ["checkpoint-2"]
-    said = capsys.readouterr().err
+    on_screen = capsys.readouterr()
+    said = on_screen.err
+    what = "checkpoint-2 was not written: No space left on device"
+    assert (on_screen.out + said).count(what) == 1  # the warning; the run's record has it as an event
+    story = json.loads((run / "run.json").read_text())
+    (event,) = [event for event in story["events"] if event["name"] == "not saved"]
+    assert event["step"] == 2
+    assert event["text"].startswith(what)
     assert "the best so far, of step 2, was not saved; the best on disk: none" in said
     assert "FINAL MODEL" not in said
     for _ in range(2):  # the second time it is the rerun's

@@ -130,3 +130,50 @@ def test_the_first_step_of_a_tiny_model_comes_within_six_seconds(tiny_model: Pat
             break
     assert min(times) < LIMIT, times
     print(f"first step after {min(times):.2f} s")
+
+
+# What a command has imported when it ends, behind its own words.
+AT_THE_END = """
+import sys
+from erniekit.cli.main import main
+
+code = main(sys.argv[1:])
+print("torch" in sys.modules, file=sys.stderr)
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "missing"),
+    [
+        ("train model_name_or_path=MODEL data=none.jsonl output_dir=out", "none.jsonl"),
+        ("train model_name_or_path=MODEL data=ROWS,no*.jsonl output_dir=out", "no*.jsonl"),
+        ("train model_name_or_path=MODEL data=ROWS eval_dataset_path=none.csv output_dir=out", "none.csv"),
+        ("train model_name_or_path=MODEL stage=PT data=none.txt output_dir=out", "none.txt"),
+        ("eval MODEL eval_dataset_path=none.jsonl", "none.jsonl"),
+        ("quantize MODEL quant=w4a16 data=none.jsonl output_dir=out", "none.jsonl"),
+    ],
+)
+def test_a_missing_dataset_is_told_before_torch_is_imported(
+    command: str, missing: str, tiny_model: Path, rows: Path, tmp_path: Path
+) -> None:
+    arguments = command.replace("MODEL", str(tiny_model)).replace("ROWS", str(rows)).split()
+    done = subprocess.run(
+        [sys.executable, "-c", AT_THE_END, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 2
+    what, where, fix, imported = done.stderr.splitlines()
+    assert what in ("error: dataset does not exist", "error: no file matches this pattern")
+    assert where == f"where: {missing}"
+    assert fix.startswith("fix:   check ")
+    assert imported == "False"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dataset_that_a_run_does_not_read_may_be_missing(tiny_model: Path, rows: Path, tmp_path: Path) -> None:
+    given = ["eval_dataset_path=none.jsonl", "do_eval=False", "evaluation_strategy=no", "report_to=none"]
+    done = subprocess.run(
+        [sys.executable, "-m", "erniekit", *words(tiny_model, rows, tmp_path / "run"), *given],
+        env={**os.environ, "ERNIEKIT_CACHE": str(tmp_path / "cache")}, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

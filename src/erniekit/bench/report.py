@@ -53,7 +53,7 @@ def _row(result: dict[str, Any], run: dict[str, Any], ours: bool) -> tuple[str, 
         _percent(run["of_ceiling"]),
         f"{run['peak_gib']:.1f}" if run.get("peak_gib") else "-",
         f"{run['compile_s']:.1f}",
-        f"{ratio:.2f}x" if ratio else "",
+        f"{ratio:.2f}x" if ratio else "-" if ours and result.get("tiny") else "",
         same,
     )
 
@@ -102,6 +102,8 @@ def differences(result: dict[str, Any]) -> list[str]:
 def remarks(results: Sequence[dict[str, Any]]) -> list[str]:
     """What the card does; targets and limits, what was missing, what failed, what does not compare."""
     out = _machine(results)
+    if any(result.get("tiny") for result in results):
+        out.append("--tiny checks that everything runs and computes the same: toy sizes compare no speed with a peer's")
     for result in results:
         name, ours = result["workload"], result["runs"][0]
         if "step_ms" in ours:

@@ -18,7 +18,7 @@ from erniekit import heartbeat
 from erniekit.checkpoint.fp8_static import install_scales
 from erniekit.checkpoint.manifest import MANIFEST, Verify, unreadable
 from erniekit.checkpoint.model_sizes import check_sizes
-from erniekit.checkpoint.published import check_published
+from erniekit.checkpoint.published import Comparison, check_published
 from erniekit.checkpoint.quantised import KEY as QUANTISED
 from erniekit.checkpoint.quantised import QuantisedFiles, logical_files, stored_weights
 from erniekit.checkpoint.safe import check_safetensors
@@ -74,7 +74,8 @@ class ModelFolder:
         probed: bool = False,
     ) -> None:
         self.path, self.head, self.verify = path, head, verify
-        self.compared = not weights or check_published(path, verify, probed)  # every byte, where digests are recorded
+        found = check_published(path, verify, probed) if weights else Comparison(whole=True)
+        self.compared, self.edited = found  # every byte, where digests are recorded; settings that are not as saved
         if not Listed(path).allows("config.json"):
             raise CheckpointError(f"{MANIFEST} lists no config.json", where=str(path), fix="move the added file away")
         self.config_json = {**read_json(path / "config.json"), **(changes or {})}

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from erniekit.checkpoint import manifest, probe
+from erniekit.checkpoint.final_model import model_files
 from erniekit.checkpoint.fp8_file import FILE as FP8_SCALES
 from erniekit.checkpoint.manifest import MANIFEST, SAMPLED_ABOVE, Damaged, FileRecord, Verify, depth_of, kind_of
+from erniekit.errors import CheckpointError
+from erniekit.files.json_file import read_object
 from erniekit.files.lfs_pointer import refuse_pointer
 from erniekit.files.listed import Listed, has_file
 from erniekit.files.record import RECORD, OwnedFiles
@@ -34,19 +39,26 @@ _SET_ASIDE = re.compile(r"checkpoint-\d+\.corrupt-\d+")
 _compared: set[tuple[str | int, ...]] = set()  # a command opens a folder several times; files are read once
 
 
-def check_published(folder: Path, verify: Verify = "auto", probed: bool = False) -> bool:
-    """Raises `Damaged` where a file is not what was saved; an edited setting is warned of. Whether all bytes were
-    compared, or none are recorded.
+class Comparison(NamedTuple):
+    """What check_published found of a folder that may be used."""
+
+    whole: bool  # all bytes were compared, or none are recorded
+    edited: tuple[str, ...] = ()  # settings that are not as they were saved
+
+
+def check_published(folder: Path, verify: Verify = "auto", probed: bool = False) -> Comparison:
+    """Raises `Damaged` where a file is not what was saved; an edited setting is warned of.
 
     verify: as the key of that name. probed: the caller runs the probe, where there is one (`check_answer`)."""
     set_aside = bool(_SET_ASIDE.fullmatch(folder.resolve().name))
     records, way_out = _records(folder, set_aside)
     if not records:
-        return True
+        return Comparison(whole=True)
     size = sum(found[-1].size for found in records.values())
     depth = "full" if set_aside else depth_of(verify, size)
     if probed and verify == "auto" and size > _PROBED_ABOVE and has_file(folder, probe.FILE) and not set_aside:
         depth = "sample"
+    edited = []
     earlier, latest = "", ""  # of files under whose names several contents were written
     for name, found in records.items():
         if name in TOKENIZER_FILES and kind_of(folder / name) is None:  # another folder's may be used instead
@@ -59,6 +71,7 @@ def check_published(folder: Path, verify: Verify = "auto", probed: bool = False)
         except Damaged as error:
             if name.endswith(_EDITABLE) and (folder / name).is_file():
                 warn_once(f"{folder / name} is not as it was saved: it was edited, or is damaged")
+                edited.append(name)
                 continue
             raise Damaged(f"{folder} is damaged: {error.what}", where=error.where, fix=way_out) from None
     if earlier and latest:
@@ -66,20 +79,31 @@ def check_published(folder: Path, verify: Verify = "auto", probed: bool = False)
         raise Damaged(f"{what}; it was being written when the run ended", where=str(folder / earlier), fix=way_out)
     if set_aside:
         warn_once(f"{folder} was set aside as damaged; the files of its model are whole, and used")
-    return depth == "full"
+    return Comparison(depth == "full", tuple(edited))
 
 
-def edited(folder: Path) -> list[str]:
-    """Settings that are not as they were saved: those that check_published warns of, and uses."""
-    records, _ = _records(folder, set_aside=False)
-    out = []
-    for name, found in records.items():
-        if name.endswith(_EDITABLE) and (folder / name).is_file():
+def check_checkpoint(folder: Path, depth: manifest.Depth, only: Callable[[str], bool] = lambda name: True) -> None:
+    """Raises `Damaged` where a file of a checkpoint with a manifest is not what was saved. Settings may be edited ones,
+    as long as they can be read: `check_published` warns of them. only: the files, by name, that matter."""
+    saved = manifest.check(folder, depth, only=lambda name: only(name) and not name.endswith(_EDITABLE))
+    for name in filter(only, saved.files):
+        if name.endswith(_EDITABLE):
             try:
-                _compare(folder / name, name, found, "full")
+                manifest.check(folder, depth, only=name.__eq__)
             except Damaged:
-                out.append(name)
-    return out
+                if not (name in model_files(saved) and _can_be_read(folder / name)):
+                    raise
+
+
+def _can_be_read(path: Path) -> bool:
+    """A setting that a person wrote; not what is left of a file that was cut, emptied or overwritten."""
+    try:
+        if path.suffix == ".json":
+            return bool(read_object(path, CheckpointError))
+        text = path.read_text(encoding="utf-8")
+    except (CheckpointError, OSError, UnicodeDecodeError):
+        return False
+    return bool(text.strip()) and "\0" not in text
 
 
 @torch.no_grad()

@@ -288,7 +288,7 @@ def index_online(
     cache_dir: str | Path | None = None,
     num_proc: int | None = None,
     max_bad_fraction: float = 0.001,
-    bad_rows_path: str | Path | BadRowsFile | None = None,
+    bad_rows: BadRowsFile | None = None,
 ) -> tuple[list[TokenFiles], list[DataReport]]:
     """Text files as they are: each is indexed into the cache once per content and tokenizer, documents ended by eos."""
     job = TextJob(tokenizer, json_key, True, narrowest(tokenizer.vocab_size))
@@ -309,11 +309,9 @@ def index_online(
             identity=content,
         )
         listed = Path(f"{made.prefix}_{BAD}")
-        if isinstance(named := bad_rows_path, str | Path):
-            named = BadRowsFile(Path(named), is_written=True)
-        if named and named.is_written:
-            _list_bad_rows(listed, str(path), named.path, append=bool(reports))
-        made.report.check(max_bad_fraction, named.path if named else listed)
+        if bad_rows is not None and bad_rows.is_written:
+            _list_bad_rows(listed, str(path), bad_rows.path, append=bool(reports))
+        made.report.check(max_bad_fraction, listed if bad_rows is None else bad_rows.path)
         made.report.from_cache, made.report.content = not made.fresh, content
         reports.append(made.report)
         corpora.append(replace(open_files(made.prefix), name=str(path)))

@@ -29,7 +29,7 @@ class BadRowsFile(NamedTuple):
     """Where the bad rows of a run are listed, for a rank that may only name it: one writes it for all."""
 
     path: Path
-    is_written: bool
+    is_written: bool = True
 
 
 @dataclass

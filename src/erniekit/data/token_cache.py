@@ -143,16 +143,16 @@ def open_source(
     cache_dir: str | Path | None = None,
     num_proc: int | None = None,
     max_bad_fraction: float = 0.001,
-    bad_rows_path: str | Path | BadRowsFile | None = None,
+    bad_rows: BadRowsFile | None = None,
     append_bad_rows: bool = False,
 ) -> TokenSource:
     """Tokenise `path`, or find it done. With `rules.pairs` its rows are preferences, and the result is a PairSource;
     with `rules.kind` both are that kind's.
-    DataError when too many rows are bad or none is usable; all bad rows are written to `bad_rows_path` either way."""
+    DataError when too many rows are bad or none is usable; all bad rows are written to `bad_rows` either way."""
     path = as_place(path)
     kind = row_kind(path, format, rules)
     job = _job(kind, path, tokenizer, rules)
-    source = kind.source(*tokenised(job, cache_dir, num_proc, max_bad_fraction, bad_rows_path, append_bad_rows))
+    source = kind.source(*tokenised(job, cache_dir, num_proc, max_bad_fraction, bad_rows, append_bad_rows))
     source._path, source._job = str(path), job
     return source
 
@@ -186,7 +186,7 @@ def tokenised(
     cache_dir: str | Path | None,
     num_proc: int | None,
     max_bad_fraction: float,
-    bad_rows_path: str | Path | BadRowsFile | None,
+    bad_rows: BadRowsFile | None,
     append_bad_rows: bool,
 ) -> tuple[Path, DataReport]:
     """The cache folder of a job, filled now or found whole, and its report, within the bound on bad rows."""
@@ -196,11 +196,9 @@ def tokenised(
     if report is None:
         report = _build(folder, job, num_proc or cores(), lines)
     report.content = content
-    if not isinstance(bad_rows_path, BadRowsFile):
-        bad_rows_path = BadRowsFile(Path(bad_rows_path or folder / BAD_ROWS), is_written=bool(bad_rows_path))
-    if bad_rows_path.is_written:
-        _list_bad_rows(folder, report, bad_rows_path.path, append_bad_rows)
-    report.check(max_bad_fraction, bad_rows_path.path)
+    if bad_rows is not None and bad_rows.is_written:
+        _list_bad_rows(folder, report, bad_rows.path, append_bad_rows)
+    report.check(max_bad_fraction, folder / BAD_ROWS if bad_rows is None else bad_rows.path)
     return folder, report
 
 

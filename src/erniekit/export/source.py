@@ -10,6 +10,7 @@ from erniekit.checkpoint import manifest
 from erniekit.checkpoint.final_model import model_files
 from erniekit.checkpoint.manager import step_of
 from erniekit.checkpoint.manifest import Damaged, has_manifest, unreadable
+from erniekit.checkpoint.published import check_checkpoint
 from erniekit.errors import CheckpointError
 from erniekit.files.listed import Listed
 from erniekit.log import warn, warn_once
@@ -23,8 +24,8 @@ class ExportSource:
 
 
 def find_source(output_dir: Path) -> ExportSource | None:
-    """None when nothing was trained there. A damaged checkpoint is passed over with a warning; one that cannot be read
-    now stops: an older one must not take its place unnoticed."""
+    """None when nothing was trained there. A damaged checkpoint is passed over with a warning, one whose settings were
+    edited is not; one that cannot be read now stops: an older one must not take its place unnoticed."""
     own = _weights_in(output_dir)
     steps = [(step, path) for path in output_dir.glob("checkpoint-*") if (step := step_of(path)) is not None]
     if own is not None and not (steps and is_unfinished(output_dir)):
@@ -36,7 +37,7 @@ def find_source(output_dir: Path) -> ExportSource | None:
     for _, path in sorted(steps, reverse=True):
         try:
             if has_manifest(path):  # checkpoints of other toolkits have none
-                manifest.check(path, "sample")
+                check_checkpoint(path, "sample")
         except Damaged as error:
             damaged.append(path)
             warn_once(f"{path} is damaged and passed over: {error.what}")
@@ -59,8 +60,7 @@ def find_source(output_dir: Path) -> ExportSource | None:
 
 def _model_is_whole(checkpoint: Path) -> bool:
     try:
-        names = model_files(manifest.load(checkpoint))
-        manifest.check(checkpoint, "full", only=names.__contains__)
+        check_checkpoint(checkpoint, "full", only=model_files(manifest.load(checkpoint)).__contains__)
     except Damaged:
         return False
     return True

@@ -17,7 +17,6 @@ from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.checkpoint.probe import FILE as PROBE_FILE
 from erniekit.checkpoint.probe import KEPT_ROWS, Probe
 from erniekit.checkpoint.probe import allowed as probe_tolerance
-from erniekit.checkpoint.published import edited
 from erniekit.errors import CheckpointError
 from erniekit.export.streamed import streamed
 from erniekit.lora.adapter import Adapter
@@ -157,7 +156,7 @@ def require(difference: float, allowed: float, what: str, base: ModelFolder, ada
 
 def _way_out(base: ModelFolder, adapter: Adapter | None) -> str:
     apart = f"export it from a folder of its own, with its config.json, tokenizer and weights but without {PROBE_FILE}"
-    if names := edited(base.path):
+    if names := base.edited:
         are = f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} not as saved"
         return f"{are}: put that back, or if you changed it on purpose, {apart}"
     if adapter is not None:

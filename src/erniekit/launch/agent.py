@@ -23,7 +23,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException, SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
 
-from erniekit.errors import ConfigError
+from erniekit.errors import ConfigError, stopped_unsaved
 from erniekit.launch.error_folder import error_folder
 from erniekit.launch.failure import CRASH, LAUNCHED, PREEMPTED, Failure, first, read
 from erniekit.launch.heartbeat import Machine, newest_checkpoint, notice_silence
@@ -191,13 +191,13 @@ class Agent(LocalElasticAgent):
 
     def _point(self) -> str:
         """The checkpoint a restart goes on from, as found on this machine's disk."""
-        launch, ranks = self.launch, [worker.global_rank for worker in self._worker_group.workers]
-        has_them = launch.output is not None and (0 in ranks or launch.saves_on_each_node)
-        return (newest_checkpoint(launch.output) if has_them and launch.output else "") or "the newest checkpoint"
+        return self._newest() or "the newest checkpoint"
 
-    def _again(self) -> str:
-        point = self._point()
-        return "next: run the same command" + (f"; it resumes from {point}" if point.startswith("checkpoint-") else "")
+    def _newest(self) -> str:
+        """Its name; "" where this machine has none of them, or cannot read them now."""
+        launch, ranks = self.launch, [worker.global_rank for worker in self._worker_group.workers]
+        has_them = 0 in ranks or launch.saves_on_each_node
+        return newest_checkpoint(launch.output) if has_them and launch.output is not None else ""
 
     def apart(self, error: Exception) -> Apart:
         """The others are out of reach: the machine where all meet is gone, or one that was lost did not come back."""
@@ -308,7 +308,7 @@ class Agent(LocalElasticAgent):
         if self._signals and cause.kind == CRASH:
             self.exit_code = 128 + self._signals[0]
             if cause.exit_code in (130, self.exit_code):  # it obeyed: nothing to save yet, or a second signal
-                lines = (f"stopped by {signal.Signals(self._signals[0]).name} without a save", self._again())
+                lines = stopped_unsaved(self._signals[0], self._newest() or None)
         elif cause.code < 0 and not self._signals and not self._may_restart:  # it had no word of its own
             lines = (*lines, f"fix:   run the same command; it resumes from {self._point()}")
         self.relay.mute()

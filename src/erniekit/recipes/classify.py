@@ -10,7 +10,7 @@ from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import RunConfig, need
 from erniekit.data.classification import class_rows
 from erniekit.data.collate import collate
-from erniekit.data.report import DataReport
+from erniekit.data.report import BadRowsFile, DataReport
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch
 from erniekit.losses.scores import CLASS_METRICS, class_loss
@@ -34,7 +34,12 @@ class Classifier(ScoringStage):
         return open_rows(plan, tokenizer, output, rows_of(plan.folder.config.labels))
 
     def held_out(
-        self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World, model: ModelFolder | None = None
+        self,
+        cfg: RunConfig,
+        tokenizer: Tokenizer,
+        bad_rows: BadRowsFile,
+        world: World,
+        model: ModelFolder | None = None,
     ) -> tuple[list[DataReport], Iterator[Batch]]:
         """The classes are those of the model that is evaluated."""
         need(cfg, "eval_dataset_path")

@@ -339,7 +339,7 @@ def every(strategy: str, steps: int, steps_per_epoch: int) -> int:
 
 
 def sources_for(
-    cfg: RunConfig, which: str, tokenizer: Tokenizer, bad_rows: Path | BadRowsFile | None, rows: DataRows | None = None
+    cfg: RunConfig, which: str, tokenizer: Tokenizer, bad_rows: BadRowsFile | None, rows: DataRows | None = None
 ) -> list[TokenSource]:
     """The train or eval files, tokenised; their bad rows listed in one file."""
     d = cfg.data
@@ -353,7 +353,7 @@ def sources_for(
             cache_dir=d.cache_dir,
             num_proc=d.dataset_num_proc,
             max_bad_fraction=1.0 if cfg.compat.ignores_bad_rows else d.max_bad_fraction,
-            bad_rows_path=bad_rows,
+            bad_rows=bad_rows,
         )
 
 

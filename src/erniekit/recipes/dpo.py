@@ -14,7 +14,7 @@ from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.checkpoint.probe import Probe, with_picture
 from erniekit.config import RunConfig, need
 from erniekit.data.preference import PairRules
-from erniekit.data.report import DataReport
+from erniekit.data.report import BadRowsFile, DataReport
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch
 from erniekit.data.vision.collate import VisionCollate
@@ -73,7 +73,12 @@ class DPO(TrainingStage):
         return data
 
     def held_out(
-        self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World, model: ModelFolder | None = None
+        self,
+        cfg: RunConfig,
+        tokenizer: Tokenizer,
+        bad_rows: BadRowsFile,
+        world: World,
+        model: ModelFolder | None = None,
     ) -> tuple[list[DataReport], Iterator[Batch]]:
         if model is not None and model.config.vision is not None:
             need(cfg, "eval_dataset_path")

@@ -13,7 +13,7 @@ from torch import nn
 from erniekit.api_load import Found, find_model
 from erniekit.config import RunConfig, need
 from erniekit.config.note import Note
-from erniekit.data.report import total_lines
+from erniekit.data.report import BadRowsFile, total_lines
 from erniekit.data.vision.proof_file import warn_of_other_rules
 from erniekit.devices.base import Device
 from erniekit.export.vision_rules import vision_rules
@@ -55,7 +55,9 @@ def evaluate_run(cfg: RunConfig) -> RunResult:
         warn_of_other_rules(found.trained, vision_rules(cfg, found.weights.path))
     world = World(device_type=device.type)
     with results_folder(cfg, source, trained) as output:
-        reports, batches = stage.held_out(cfg, tokenizer, output / "bad_eval_rows.jsonl", world, found.weights)
+        reports, batches = stage.held_out(
+            cfg, tokenizer, BadRowsFile(output / "bad_eval_rows.jsonl"), world, found.weights
+        )
         for line in [line for report in reports for line in report.lines()] + total_lines(reports):
             emit(f"eval     {line}")
         engine = engine_for(cfg, stage, found, world, device, dtype, packed)

@@ -16,7 +16,7 @@ import torch
 
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import RunConfig
-from erniekit.data.report import DataReport
+from erniekit.data.report import BadRowsFile, DataReport
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch
 from erniekit.data.unpaired_collate import collate_unpaired
@@ -60,7 +60,12 @@ class KTO(TrainingStage):
         return open_data(plan, tokenizer, output, rows_of(plan.config))
 
     def held_out(
-        self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World, model: ModelFolder | None = None
+        self,
+        cfg: RunConfig,
+        tokenizer: Tokenizer,
+        bad_rows: BadRowsFile,
+        world: World,
+        model: ModelFolder | None = None,
     ) -> tuple[list[DataReport], Iterator[Batch]]:
         return held_out(cfg, tokenizer, bad_rows, world, rows_of(cfg))
 

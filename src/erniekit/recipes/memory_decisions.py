@@ -5,6 +5,7 @@ Called by run_plan.py and speed_decisions.py once device, ranks and model are kn
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -181,6 +182,24 @@ def limit_of(cfg: RunConfig, device: Device) -> float:
     return cfg.memory.memory_limit * GIB if cfg.memory.memory_limit else (device.total_memory or 0) * USABLE
 
 
+def gib(size: float) -> str:
+    """Bytes as GiB for a line of text: never a zero for something that is there."""
+    found = size / GIB
+    return f"{found:,.1f}" if found >= 10 else f"{found:.2g}"
+
+
+def tell_too_low(cfg: RunConfig, weights: float, least: float, room: float) -> None:
+    """Of a memory_limit that a rank cannot keep to. weights, least: bytes of it, with every layer computed again. room:
+    bytes that the decision planned with."""
+    if cfg.memory.memory_limit and least > room:
+        works = math.ceil(least / GIB * 1000) / 1000
+        warn(
+            f"memory_limit: {cfg.memory.memory_limit:g} (GiB) is too low: weights alone take {gib(weights)} GiB of a "
+            f"rank; the least that works is memory_limit: {works}, with every layer computed again; the run takes what "
+            "it needs"
+        )
+
+
 def host_layers(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -> Iterator[Note]:
     """How many layers' packed weights are kept in host memory: as the user sets, else as few as make the rest fit."""
     requested, base = cfg.memory.frozen_layers_in_host, base_of(cfg)
@@ -199,8 +218,9 @@ def host_layers(cfg: RunConfig, device: Device, world: World, model: DecoderConf
         if missing > 0:  # buffers of two layers stay on the device for those that are away
             away = sorted(sizes, reverse=True)
             count = next((n for n in range(1, len(sizes) + 1) if sum(away[:n]) - 2 * away[0] >= missing), len(sizes))
-            gone = sum(away[:count]) / GIB
-            reason = f"{gone:.1f} GiB of packed weights wait in host memory so that the rest fits {limit / GIB:.0f} GiB"
+            gone = sum(away[:count])
+            reason = f"{gib(gone)} GiB of packed weights wait in host memory so that the rest fits {gib(limit)} GiB"
+            tell_too_low(cfg, weight_bytes(model, base), limit + missing - (gone - 2 * away[0]), limit)
     if requested is None:
         yield Note("frozen_layers_in_host", None, count, reason or "everything fits", quiet=not count)
     if count and not (cfg.memory.recompute and cfg.memory.recompute_granularity == "full"):

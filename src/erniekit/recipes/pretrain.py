@@ -70,9 +70,14 @@ class Pretraining(TrainingStage):
         )
 
     def held_out(
-        self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World, model: ModelFolder | None = None
+        self,
+        cfg: RunConfig,
+        tokenizer: Tokenizer,
+        bad_rows: BadRowsFile,
+        world: World,
+        model: ModelFolder | None = None,
     ) -> tuple[list[DataReport], Iterator[Batch]]:
-        part = open_rows(cfg, cfg.data.eval_part, tokenizer, bad_rows.parent)
+        part = open_rows(cfg, cfg.data.eval_part, tokenizer, bad_rows.path.parent)
         batches = eval_batches(cfg, part.rows, world, {"pad_id": tokenizer.pad_id or 0})
         return [source.report for source in part.sources], batches
 
@@ -187,7 +192,7 @@ def _index(
             cache_dir=cfg.data.cache_dir,
             num_proc=cfg.data.dataset_num_proc or None,
             max_bad_fraction=cfg.data.max_bad_fraction,
-            bad_rows_path=bad_rows,
+            bad_rows=bad_rows,
         )
 
 

@@ -10,7 +10,7 @@ from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import RunConfig
 from erniekit.data.preference import PairRules
 from erniekit.data.preference_collate import collate_pairs
-from erniekit.data.report import DataReport
+from erniekit.data.report import BadRowsFile, DataReport
 from erniekit.data.reward import reward_rows
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch
@@ -35,7 +35,12 @@ class RewardModel(ScoringStage):
         return open_rows(plan, tokenizer, output, rows_of(plan.config))
 
     def held_out(
-        self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World, model: ModelFolder | None = None
+        self,
+        cfg: RunConfig,
+        tokenizer: Tokenizer,
+        bad_rows: BadRowsFile,
+        world: World,
+        model: ModelFolder | None = None,
     ) -> tuple[list[DataReport], Iterator[Batch]]:
         return held_out(cfg, tokenizer, bad_rows, world, rows_of(cfg))
 

@@ -15,6 +15,7 @@ from erniekit.early_imports import import_beside_torch, without_collections
 from erniekit.errors import ConfigError
 from erniekit.recipes import stage_of
 from erniekit.recipes.first_line import begin
+from erniekit.recipes.named_data import refuse_missing_data
 from erniekit.result import RunResult
 from erniekit.weight_kinds import BF16
 
@@ -50,6 +51,8 @@ def split_command(args: list[str]) -> int:
 
 def _announced(args: list[str], command: str) -> RunConfig:
     cfg = load(args, command)
+    if command in ("eval", "quantize"):
+        refuse_missing_data(cfg)
     announce_command(cfg)
     return cfg
 
@@ -63,7 +66,7 @@ def run_train(
 ) -> RunResult:
     """launch: see recipes/training.py. begun: the launcher of this rank has printed the first line. session: what a
     Python session adds to the keys."""
-    begin(cfg, begun)
+    begin(cfg, begun, own_rows=session is not None and bool(session.rows))
     with without_collections():
         if _on_card(cfg):
             import_beside_torch(compiles=bool(cfg.model.compile))

@@ -18,17 +18,19 @@ from erniekit.kernels import selection
 from erniekit.kernels.available import why_no_triton
 from erniekit.kernels.selection import ALIGNED
 from erniekit.models.config import DecoderConfig
-from erniekit.models.costs import token_flops
+from erniekit.models.costs import token_flops, weight_bytes
 from erniekit.parallel.layout import Layout
 from erniekit.parallel.mesh import World
 from erniekit.recipes.memory_decisions import (
-    GIB,
     base_of,
+    gib,
     host_layers,
     kept_bytes,
     layers_to_recompute,
+    least_bytes,
     limit_of,
     rows_in_fp8,
+    tell_too_low,
     trained_share,
     vision_bytes,
 )
@@ -263,7 +265,8 @@ def _recompute(cfg: RunConfig, device: Device, model: DecoderConfig) -> Iterator
         return
     count = _computed_again(cfg, model, cfg.train.per_device_train_batch_size * cfg.data.max_seq_len, limit)
     kept = tuple(range(count, model.num_layers))
-    reason = f"{count} of {model.num_layers} layers are computed again to stay in {limit / GIB:.0f} GiB"
+    reason = f"{count} of {model.num_layers} layers are computed again to stay in {gib(limit)} GiB"
+    tell_too_low(cfg, weight_bytes(model, base_of(cfg)) + other_model_bytes(cfg, model), least_bytes(cfg, model), limit)
     yield Note("no_recompute_layers", m.no_recompute_layers, kept, reason)
 
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import RunConfig
 from erniekit.config.note import Note
-from erniekit.devices.base import GIB, Device
+from erniekit.devices.base import Device
 from erniekit.log import warn
 from erniekit.lora.settings import LoRASettings
 from erniekit.parallel.mesh import World
 from erniekit.planner.evaluate import computed_again, largest
 from erniekit.recipes import planning
-from erniekit.recipes.memory_decisions import limit_of
+from erniekit.recipes.memory_decisions import gib, limit_of, tell_too_low
 
 
 def notes(
@@ -34,8 +34,10 @@ def notes(
     job = planning.job_in(cfg, planning.shape_in(cfg, folder, lora), layout)
     again, most = computed_again(job, layout, limit, fused)
     kept = tuple(n for n in range(layers) if n not in again)
-    reason = f"{len(again)} of {layers} layers are computed again to stay in {limit / GIB:.0f} GiB a rank"
-    if most.total > limit:
-        plan = f"{most.total / GIB:.1f} GiB are planned for a rank, {limit / GIB:.1f} may be taken"
+    reason = f"{len(again)} of {layers} layers are computed again to stay in {gib(limit)} GiB a rank"
+    if cfg.memory.memory_limit:
+        tell_too_low(cfg, most.weights, most.total, limit)
+    elif most.total > limit:
+        plan = f"{gib(most.total)} GiB are planned for a rank, {gib(limit)} may be taken"
         warn(f"with every layer computed again, {plan}: {largest(most)}; `erniekit plan` shows what fits")
     yield Note("no_recompute_layers", m.no_recompute_layers, kept, reason)

@@ -16,7 +16,7 @@ from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.checkpoint.probe import Probe, probe_from
 from erniekit.config import RunConfig, need
 from erniekit.data.collate import collate
-from erniekit.data.report import DataReport
+from erniekit.data.report import BadRowsFile, DataReport
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch
 from erniekit.losses.causal import causal_loss
@@ -61,7 +61,12 @@ class TrainingStage:
         return open_rows(plan, tokenizer, output)
 
     def held_out(
-        self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World, model: ModelFolder | None = None
+        self,
+        cfg: RunConfig,
+        tokenizer: Tokenizer,
+        bad_rows: BadRowsFile,
+        world: World,
+        model: ModelFolder | None = None,
     ) -> tuple[list[DataReport], Iterator[Batch]]:
         """What `erniekit eval` reads: a report of each source, and one pass over all of them. model: whose answers are
         evaluated; an adapter's is its base."""
@@ -134,7 +139,7 @@ class TrainingStage:
 
 
 def held_out(
-    cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World, rows: DataRows | None = None
+    cfg: RunConfig, tokenizer: Tokenizer, bad_rows: BadRowsFile, world: World, rows: DataRows | None = None
 ) -> tuple[list[DataReport], Iterator[Batch]]:
     """The evaluation files: a report of each, and one pass over all of them. rows: None for conversations."""
     need(cfg, "eval_dataset_path")

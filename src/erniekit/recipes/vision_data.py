@@ -74,7 +74,7 @@ def open_vision_data(plan: RunPlan, tokenizer: Tokenizer, output: Path) -> Train
 
 
 def vision_sources(
-    cfg: RunConfig, which: str, tokenizer: Tokenizer, rules: VisionRules, bad_rows: Path | BadRowsFile | None
+    cfg: RunConfig, which: str, tokenizer: Tokenizer, rules: VisionRules, bad_rows: BadRowsFile | None
 ) -> list[VisionSource]:
     """The train or eval files, tokenised."""
     d = cfg.data
@@ -92,7 +92,7 @@ def vision_sources(
                 cache_dir=d.cache_dir,
                 num_proc=d.dataset_num_proc,
                 max_bad_fraction=1.0 if cfg.compat.ignores_bad_rows else d.max_bad_fraction,
-                bad_rows_path=bad_rows,
+                bad_rows=bad_rows,
                 append_bad_rows=n > 0,
             )
             for n, path in enumerate(files)
@@ -118,7 +118,7 @@ def vision_files(cfg: RunConfig, which: str) -> tuple[list[Path], list[str | Non
     return [Path(file.path) for file in files], formats
 
 
-def text_sources(cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path | BadRowsFile | None) -> list[TokenSource]:
+def text_sources(cfg: RunConfig, tokenizer: Tokenizer, bad_rows: BadRowsFile | None) -> list[TokenSource]:
     """Of text_dataset_path, the stream between the pictures."""
     d, v = cfg.data, cfg.vision
     return open_sources(
@@ -129,7 +129,7 @@ def text_sources(cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path | BadRowsF
         cache_dir=d.cache_dir,
         num_proc=d.dataset_num_proc,
         max_bad_fraction=1.0 if cfg.compat.ignores_bad_rows else d.max_bad_fraction,
-        bad_rows_path=bad_rows,
+        bad_rows=bad_rows,
     )
 
 

@@ -46,7 +46,7 @@ def open_vision_pairs(plan: RunPlan, tokenizer: Tokenizer, output: Path, rules: 
 
 
 def held_out_pairs(
-    cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World, rules: PairRules, model: Path
+    cfg: RunConfig, tokenizer: Tokenizer, bad_rows: BadRowsFile, world: World, rules: PairRules, model: Path
 ) -> tuple[list[DataReport], Iterator[Batch]]:
     """As TrainingStage.held_out. model: the folder whose preprocessor_config.json has the sizes."""
     seen = vision_rules(cfg, model)
@@ -66,7 +66,7 @@ def pair_sources(
     tokenizer: Tokenizer,
     seen: VisionRules,
     rules: PairRules,
-    bad_rows: Path | BadRowsFile | None,
+    bad_rows: BadRowsFile | None,
 ) -> list[pairs.VisionPairSource]:
     d = cfg.data
     files, formats = vision_files(cfg, which)
@@ -83,7 +83,7 @@ def pair_sources(
                 cache_dir=d.cache_dir,
                 num_proc=d.dataset_num_proc,
                 max_bad_fraction=d.max_bad_fraction,
-                bad_rows_path=bad_rows,
+                bad_rows=bad_rows,
                 append_bad_rows=n > 0,
             )
             for n, path in enumerate(files)

@@ -8,7 +8,7 @@ from pathlib import Path
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.checkpoint.probe import Probe, with_picture
 from erniekit.config import RunConfig, need
-from erniekit.data.report import DataReport
+from erniekit.data.report import BadRowsFile, DataReport
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Batch
 from erniekit.data.vision.collate import VisionCollate
@@ -36,7 +36,12 @@ class VisionStage(TrainingStage):
         return vision_data.open_vision_data(plan, tokenizer, output)
 
     def held_out(
-        self, cfg: RunConfig, tokenizer: Tokenizer, bad_rows: Path, world: World, model: ModelFolder | None = None
+        self,
+        cfg: RunConfig,
+        tokenizer: Tokenizer,
+        bad_rows: BadRowsFile,
+        world: World,
+        model: ModelFolder | None = None,
     ) -> tuple[list[DataReport], Iterator[Batch]]:
         need(cfg, "eval_dataset_path")
         if model is not None:

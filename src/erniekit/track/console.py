@@ -11,7 +11,13 @@ from erniekit.track.base import Kind, RunInfo, Tracker
 from erniekit.track.progress import Progress
 from erniekit.track.units import duration, metric_text
 
-SHOWN_ELSEWHERE = ("start", "eval", "end", "signal")  # events that have a line or a block of their own
+SHOWN_ELSEWHERE = (
+    "start",
+    "eval",
+    "end",
+    "signal",
+    "not saved",
+)  # events with a line, a block or a warning of their own
 # In metrics.jsonl and the trackers, but not worth a person's line at every step.
 QUIET = (
     "ppl",

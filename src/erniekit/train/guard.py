@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from erniekit.checkpoint.state import TrainState
-from erniekit.errors import ErnieKitError, Preempted
+from erniekit.errors import ErnieKitError, Preempted, stopped_unsaved
 from erniekit.log import emit, warn
 from erniekit.parallel.compiled import is_of_compiler
 from erniekit.printable import counted
@@ -97,11 +97,7 @@ class Signals:
         stream, which the main thread may hold, nor for a reader of stderr."""
         if self._ending.acquire(timeout=LAST_WORDS_S) and self._newest is not None:
             with suppress(Exception):
-                point = self._newest()
-                told = f"resumes from {point}" if point else "starts again, as there is no checkpoint yet"
-                words = (
-                    f"stopped by {signal.Signals(number).name} without a save\nnext: run the same command; it {told}\n"
-                )
+                words = "".join(f"{line}\n" for line in stopped_unsaved(number, self._newest()))
                 if select.select([], [2], [], 0)[1]:
                     os.write(2, words.encode())
         os._exit(128 + number)

@@ -297,7 +297,7 @@ class SaveHook(Hook):
     def _tell_failed(self) -> None:
         """One that is in the background fails after its event."""
         for step, what in self.saver.saves.failed:
-            self.trackers.event(step, "save", f"failed: {what}")
+            self.trackers.event(step, "not saved", what)
         self.saver.saves.failed.clear()
 
     def on_end(self, trainer: TrainingLoop) -> None:

@@ -109,8 +109,10 @@ def test_optimiser_states_and_sampling_settings_are_no_part_of_the_model(output:
 
 def test_an_edited_config_is_used_and_warned_of(output: Path, capsys) -> None:
     config = output / "checkpoint-4" / "config.json"
+    assert check_published(config.parent) == (True, ())
     config.write_text(config.read_text().rstrip() + "\n\n")
     load(config.parent)
+    assert ModelFolder(config.parent).edited == ("config.json",)  # an error names it without reading the files again
     assert f"{config} is not as it was saved: it was edited, or is damaged" in capsys.readouterr().err
 
 

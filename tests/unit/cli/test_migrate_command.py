@@ -47,6 +47,18 @@ def test_the_recipe_is_the_run_that_the_script_described(script, capsys):
     assert Path("run.yaml").read_text().count("--rank") == 2
 
 
+def test_a_folder_that_is_named_by_a_part_of_another_is_in_the_recipe(script, capsys):
+    settings = (
+        "model_path=models/ERNIE-4.5-0.3B/\nmodel_path=${model_path%/}\nout=runs/${model_path##*/}-${TAG:-lora}\n"
+    )
+    Path("run.sh").write_text(settings + SCRIPT.replace("-path m", "-path ${model_path}").replace(
+        " --bf16", " --output_dir ${out} --max_steps ${STEPS:-20} --bf16"
+    ))  # fmt: skip
+    assert main(["migrate", "run.sh"]) == 0
+    cfg = load(["run.yaml"])
+    assert (cfg.train.output_dir, cfg.train.max_steps) == ("runs/ERNIE-4.5-0.3B-lora", 20)
+
+
 def test_nothing_is_ever_overwritten(script, capsys):
     Path("run.yaml").write_text("mine")
     assert "is there already" in refused(capsys, "run.sh")

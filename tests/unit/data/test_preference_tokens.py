@@ -18,6 +18,7 @@ from erniekit.data.pack import PackStream
 from erniekit.data.preference import PairRules, PairSample, Preference
 from erniekit.data.preference_assemble import assemble_pair
 from erniekit.data.preference_collate import collate_pairs
+from erniekit.data.report import BadRowsFile
 from erniekit.data.token_cache import PairSource
 from erniekit.data.types import IGNORE
 from erniekit.errors import ConfigError, DataError
@@ -134,7 +135,7 @@ def test_bad_and_dropped_pairs_are_counted_and_listed(tmp_path, tokenizer):
         cache_dir=tmp_path,
         pairs=RULES,
         max_bad_fraction=1,
-        bad_rows_path=listed,
+        bad_rows=BadRowsFile(listed),
     )
     report = source.report
     assert (report.rows, report.samples) == (4, 1)

@@ -14,6 +14,7 @@ from erniekit.data import cache_versions, text_job
 from erniekit.data.loader import BatchLoader
 from erniekit.data.mmap_files import open_files, write_idx
 from erniekit.data.pretrain import BLOCK, Blend, PretrainData, index_online, open_corpora
+from erniekit.data.report import BadRowsFile
 from erniekit.data.tokenizer import load_tokenizer
 from erniekit.data.types import IGNORE
 from erniekit.errors import ConfigError, DataError
@@ -247,10 +248,10 @@ def test_text_is_indexed_into_the_cache_once_and_trained_on_as_if_it_had_been(tm
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "broken\n")
     listed, options = tmp_path / "out" / "bad_rows.jsonl", {"cache_dir": tmp_path / "cache", "num_proc": 1}
     with pytest.raises(DataError, match="1 of 41 rows"):
-        index_online([path], tokenizer, bad_rows_path=listed, **options)
+        index_online([path], tokenizer, bad_rows=BadRowsFile(listed), **options)
     monkeypatch.setattr(text_job.TextJob, "work", None)  # what follows only reads
     path = path.rename(tmp_path / "b.jsonl")
-    (files,), (report,) = index_online([path], tokenizer, bad_rows_path=listed, max_bad_fraction=0.1, **options)
+    (files,), (report,) = index_online([path], tokenizer, bad_rows=BadRowsFile(listed), max_bad_fraction=0.1, **options)
     assert report.from_cache
     assert report.file == str(path)
     assert json.loads(listed.read_text()) == {

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from erniekit.data import tokenise
-from erniekit.data.report import DataReport, total_lines
+from erniekit.data.report import BadRowsFile, DataReport, total_lines
 from erniekit.data.types import IGNORE, RowProblem
 from erniekit.errors import DataError
 from support.jsonl import small_row, write_jsonl
@@ -20,7 +20,7 @@ def test_bad_rows_are_all_listed_with_file_line_and_reason(tmp_path, opened):
     rows[3], rows[50], rows[199] = "{", {"src": ["x"], "tgt": ["y", "z"]}, {"src": [""], "tgt": ["y"]}
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     listed = tmp_path / "out" / "bad_rows.jsonl"
-    source = opened(path, max_bad_fraction=0.02, bad_rows_path=listed)
+    source = opened(path, max_bad_fraction=0.02, bad_rows=BadRowsFile(listed))
     told = [json.loads(line) for line in listed.read_text().splitlines()]
     assert [t["line"] for t in told] == [4, 51, 200]
     assert {t["file"] for t in told} == {str(path)}
@@ -36,7 +36,7 @@ def test_too_many_bad_rows_stop_the_run_and_raising_the_key_costs_nothing(tmp_pa
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     listed = tmp_path / "bad_rows.jsonl"
     with pytest.raises(DataError) as caught:
-        opened(path, bad_rows_path=listed)
+        opened(path, bad_rows=BadRowsFile(listed))
     text = str(caught.value)
     assert "30 of 90 rows" in text
     assert "max_bad_fraction" in caught.value.fix
@@ -52,7 +52,12 @@ def test_too_many_bad_rows_stop_the_run_and_raising_the_key_costs_nothing(tmp_pa
 def test_the_bad_rows_of_several_sources_share_one_file_and_a_clean_run_leaves_none(tmp_path, tokenizer):
     listed = tmp_path / "bad_rows.jsonl"
     paths = [write_jsonl(tmp_path / name, [small_row(1), "broken"]) for name in ("a.jsonl", "b.jsonl")]
-    options = {"max_seq_len": 96, "cache_dir": tmp_path / "cache", "max_bad_fraction": 1, "bad_rows_path": listed}
+    options = {
+        "max_seq_len": 96,
+        "cache_dir": tmp_path / "cache",
+        "max_bad_fraction": 1,
+        "bad_rows": BadRowsFile(listed),
+    }
     for _ in range(2):
         opened = open_sources(paths, [None, "erniekit"], tokenizer, **options)
         told = [json.loads(line)["file"] for line in listed.read_text().splitlines()]

@@ -21,6 +21,7 @@ from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.checkpoint.model_writer import write_model
 from erniekit.checkpoint.probe import Probe
 from erniekit.checkpoint.writer import publish
+from erniekit.cli.main import main
 from erniekit.config import load
 from erniekit.errors import CheckpointError, ConfigError
 from erniekit.export.run import export
@@ -152,6 +153,50 @@ def test_an_edited_config_of_a_whole_model_is_named_where_its_probe_differs(
         export(base, None, tmp_path / "out", probe=replace(saved_probe, rows=saved_probe.rows + 1))
     assert error.value.fix.startswith("use another checkpoint of the run")
     assert "adapter" not in error.value.fix
+
+
+@pytest.mark.parametrize("command", ["export", "split"])
+@pytest.mark.parametrize("named", ["run", "run/checkpoint-7"])
+def test_a_checkpoint_with_edited_settings_is_used_with_a_warning_named_or_found_in_its_run(
+    command: str, named: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = save_whole(tmp_path / "run", base)
+    edited = [saved / "config.json", saved / "tokenizer_config.json"]
+    for file in edited:
+        file.write_text(json.dumps(json.loads(file.read_text()), indent=7))
+    assert main([command, str(tmp_path / named)]) == 0
+    said = capsys.readouterr().err
+    assert "passed over" not in said
+    for file in edited:
+        assert said.count(f"{file} is not as it was saved: it was edited, or is damaged") == 1
+
+
+@pytest.mark.parametrize("left", ["", '{"model_type": ', "[]"])
+def test_a_checkpoint_whose_settings_cannot_be_read_is_damaged_and_passed_over(
+    left: str, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = save_whole(tmp_path / "run", base)
+    older = saved.with_name("checkpoint-3")
+    shutil.copytree(saved, older)
+    (saved / "config.json").write_text(left)
+    assert main(["export", str(tmp_path / "run")]) == 0
+    assert f"{saved} is damaged and passed over: config.json has" in capsys.readouterr().err
+    (older / "tokenizer_config.json").write_text(left)
+    assert main(["export", str(tmp_path / "run")]) == 2
+    assert "every checkpoint in this folder is damaged (2 found)" in capsys.readouterr().err
+
+
+def test_an_edited_config_lets_no_damaged_weights_pass(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = save_whole(tmp_path / "run", base)
+    (saved / "config.json").write_text((saved / "config.json").read_text() + "\n")
+    weights = sorted(saved.glob("model*.safetensors"))[0]
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert main(["export", str(tmp_path / "run")]) == 2
+    assert f"damaged and passed over: {weights.name} does not match its sha256" in capsys.readouterr().err
 
 
 def save_whole(output_dir: Path, base: Path) -> Path:

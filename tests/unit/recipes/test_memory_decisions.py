@@ -119,6 +119,18 @@ def test_what_fits_stays_on_the_device_and_what_the_user_says_holds() -> None:
     assert 0 < small <= decided(LARGE, *ADAPTERS, "memory_limit=14")["frozen_layers_in_host"]
 
 
+def test_a_limit_that_is_too_low_with_all_layers_in_host_memory_is_told_with_the_least_that_works(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    decided(LARGE, *ADAPTERS, "memory_limit=0.001")
+    told = capsys.readouterr().err
+    assert "memory_limit: 0.001 (GiB) is too low: weights alone take " in told
+    assert " take 0 GiB" not in told
+    least = told.partition("the least that works is memory_limit: ")[2].partition(",")[0]
+    decided(LARGE, *ADAPTERS, f"memory_limit={least}")
+    assert not capsys.readouterr().err
+
+
 def test_layers_in_host_memory_are_computed_again() -> None:
     found = decided(LARGE, *ADAPTERS, "frozen_layers_in_host=2", "recompute=False")
     assert found == {"recompute": True, "recompute_granularity": "full"}

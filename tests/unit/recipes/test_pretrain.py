@@ -10,6 +10,7 @@ import pytest
 
 from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.config import RunConfig, for_world, load
+from erniekit.data.report import BadRowsFile
 from erniekit.data.tokenizer import Tokenizer, load_tokenizer
 from erniekit.demo.tiny import make_tokenizer
 from erniekit.devices import cpu
@@ -60,7 +61,7 @@ def test_an_evaluation_file_leaves_all_documents_to_training(tmp_path, text, tok
 
 def test_held_out_rows_come_once_in_file_order(tmp_path, text, tokenizer):
     cfg = run(tmp_path, f"train_dataset_path={text / 'pretrain.jsonl'}")
-    _, batches = stage_of(cfg).held_out(cfg, tokenizer, tmp_path / "bad.jsonl", World())
+    _, batches = stage_of(cfg).held_out(cfg, tokenizer, BadRowsFile(tmp_path / "bad.jsonl"), World())
     part = open_rows(cfg, "eval", tokenizer, None)
     assert sum(batch.num_tokens for batch in batches) == part.rows.sources[0].tokens - 1
     assert [s.report.trained_tokens for s in part.sources] == [part.rows.sources[0].tokens - 31]

@@ -295,6 +295,18 @@ def test_as_few_layers_are_computed_again_as_memory_asks_for() -> None:
     assert any("of 18 layers" in str(note) for note in tight.notes)
 
 
+def test_a_limit_below_the_weights_is_told_with_their_size_and_the_least_that_works(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    long = ("recompute=True", "recompute_granularity=auto", "max_seq_len=131072", "packing=True")
+    settled(*long, "memory_limit=0.001")
+    told = capsys.readouterr().err
+    assert "memory_limit: 0.001 (GiB) is too low: weights alone take 0.67 GiB of a rank" in told
+    least = told.partition("the least that works is memory_limit: ")[2].partition(",")[0]
+    settled(*long, f"memory_limit={least}")
+    assert "too low" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("axes", "want"),
     [

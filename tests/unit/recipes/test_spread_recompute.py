@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,11 +83,26 @@ def test_ranks_of_unlike_devices_decide_alike() -> None:
 
 
 def test_what_does_not_fit_even_so_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    made, _, _ = decided(Layout(dp=2), "memory_limit=4")
+    made, _, _ = decided(Layout(dp=2), limits=(4.0 * GIB,))
     assert made.memory.no_recompute_layers == ()
     told = capsys.readouterr().err
     assert "with every layer computed again" in told
-    assert "4.0 may be taken" in told
+    assert "4 may be taken" in told
+
+
+@pytest.mark.parametrize("limit", [4, 1e-6])
+def test_a_limit_that_no_rank_can_keep_to_is_told_with_the_weights_and_the_least_that_works(
+    limit: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    decided(Layout(dp=2), f"memory_limit={limit}")
+    told = capsys.readouterr().err
+    assert f"memory_limit: {limit:g} (GiB) is too low: weights alone take 0.67 GiB of a rank" in told
+    least = re.search(r"the least that works is memory_limit: ([0-9.]+)", told)
+    assert least is not None
+    decided(Layout(dp=2), f"memory_limit={least[1]}")
+    assert "too low" not in capsys.readouterr().err
+    decided(Layout(dp=2), f"memory_limit={float(least[1]) - 0.002}")
+    assert "too low" in capsys.readouterr().err
 
 
 @pytest.mark.xdist_group("ranks")

@@ -9,9 +9,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from erniekit.config.migrate.expansion import MOST_STEPS, Piece, expanded, name_of
 from erniekit.errors import ConfigError
 
 LONGEST_VALUE = 100_000  # a variable that doubles itself line by line would fill the memory
+_DEEPEST = 8  # ${a:-${b:-...}}
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=")
 # Words before a command that are not its name; their own words are reported once.
@@ -43,6 +45,8 @@ class _Reader:
     line: int = 1
     variables: dict[str, ShellWord] = field(default_factory=dict)
     here: list[str] = field(default_factory=list)  # ends of the here-documents that follow this line
+    depth: int = 0  # of ${...} within ${...}
+    steps: list[int] = field(default_factory=lambda: [MOST_STEPS])  # left for patterns
 
     def peek(self, ahead: int = 0) -> str:
         at = self.at + ahead
@@ -77,15 +81,17 @@ class _Reader:
                 follows = self.take()
                 out += "" if follows == "\n" else follows
             elif char in "$`":
-                text, opened = self.expansion()
+                text, opened = self.expansion(in_double=True)
                 out, is_open = out + text, is_open or opened
             else:
                 out += self.take()
         self.take()
         return out, is_open
 
-    def expansion(self) -> tuple[str, bool]:
-        """What $name, ${name}, ${name:-text}, $(...) or `...` expands to; as written where its value is not known."""
+    def expansion(self, in_double: bool = False, whole: bool = False) -> tuple[str, bool]:
+        """What $name, ${name}, ${name:-text}, $(...) or `...` expands to; as written where its value is not known.
+
+        whole: it is not cut at blanks."""
         start = self.at
         if self.take() == "`":
             while self.peek() and self.peek() != "`":
@@ -97,11 +103,7 @@ class _Reader:
             return self.text[start : self.at], True
         if self.peek() == "{":
             self.until_closed("{", "}")
-            name, _, default = self.text[start + 2 : self.at - 1].partition(":-")
-            if name in self.variables and (self.variables[name].text or not default):
-                return self.value(name)
-            plain = default and not any(c in default for c in "$`\"'")
-            return (default, False) if plain else (self.text[start : self.at], True)
+            return self.parameter(self.text[start : self.at], in_double, whole or in_double)
         if found := _NAME.match(self.text, self.at):
             self.at = found.end()
             return self.value(found[0]) if found[0] in self.variables else (self.text[start : self.at], True)
@@ -109,6 +111,60 @@ class _Reader:
             self.take()
             return self.text[start : self.at], True
         return "$", False
+
+    def parameter(self, written: str, in_double: bool, whole: bool) -> tuple[str, bool]:
+        """What ${...} expands to."""
+        inside = written[2:-1]
+        name, _, _ = inside.partition(":-")
+        if name in self.variables and (self.variables[name].text or name == inside):
+            return self.value(name)
+        name = name_of(inside)
+        word = self.variables.get(name)
+        if word is not None and word.open:  # nor is a part of it known
+            return written, True
+
+        def read(text: str, as_pattern: bool) -> list[Piece] | None:
+            inner = _Reader(text, self.name, line=self.line, variables=self.variables, steps=self.steps)
+            inner.depth = self.depth + 1
+            try:
+                pieces = inner.pieces(in_double, as_pattern, whole)
+            except ConfigError:  # the brace that closes it was in quotes
+                return None
+            cut = not whole and not as_pattern and any(" " in text for text, quoted in pieces or () if quoted)
+            return None if cut else pieces
+
+        def assign(value: str) -> None:
+            self.variables[name] = ShellWord(value, self.line)
+
+        value = None if word is None else word.text
+        text = None if self.depth >= _DEEPEST else expanded(inside, value, read, assign, self.steps)
+        return (written, True) if text is None else (text, False)
+
+    def pieces(self, in_double: bool, as_pattern: bool, whole: bool) -> list[Piece] | None:
+        """The whole text as a word within ${...}: blanks belong to it. None where a part is known to a shell only."""
+        out: list[Piece] = []
+        opened = False
+        while char := self.peek():
+            if char == "\\" and self.peek(1):
+                self.take()
+                follows = self.take()
+                bare = in_double and not as_pattern and follows not in '"$`\\\n}'
+                out.append(("\\" + follows if bare else "" if follows == "\n" else follows, True))
+            elif char == "'" and (as_pattern or not in_double):
+                self.take()
+                out.append((self.single(), True))
+            elif char == '"':
+                self.take()
+                text, opened = self.double()
+                out.append((text, True))
+            elif char in "$`":
+                text, opened = self.expansion(in_double, whole)
+                out.append((text, False))
+            else:
+                out.append((self.take(), False))
+            if opened:
+                return None
+        return out
 
     def value(self, name: str) -> tuple[str, bool]:
         word = self.variables[name]
@@ -122,8 +178,10 @@ class _Reader:
                 return
         raise self.fail(f"a {opens} is never closed", began)
 
-    def word(self) -> list[ShellWord]:
-        """The next word; several where a variable that is not in quotes holds several, none where it is empty."""
+    def word(self, splits: bool = True) -> list[ShellWord]:
+        """The next word; several where a variable that is not in quotes holds several, none where it is empty.
+
+        splits: not in an assignment, whose value is not cut at blanks."""
         line, out, is_open, kept = self.line, [""], False, False
         while (char := self.peek()) and char not in " \t\n;&|<>()":
             if char == "\\":
@@ -138,9 +196,9 @@ class _Reader:
                 text, opened = self.double()
                 out[-1], is_open, kept = out[-1] + text, is_open or opened, True
             elif char in "$`":
-                text, opened = self.expansion()
+                text, opened = self.expansion(whole=not splits)
                 is_open = is_open or opened
-                first, *more = [text] if opened else (re.split(r"[ \t\n]+", text) or [""])
+                first, *more = [text] if opened or not splits else (re.split(r"[ \t\n]+", text) or [""])
                 out[-1] += first
                 out += more
             else:
@@ -217,8 +275,8 @@ def _assignment(reader: _Reader) -> list[ShellWord]:
     name, line = _NAME.match(reader.text, reader.at), reader.line
     assert name is not None
     reader.at = name.end() + 1
-    parts = reader.word()
-    value = " ".join(p.text for p in parts)
+    parts = reader.word(splits=False)
+    value = "".join(p.text for p in parts)
     return [ShellWord(f"{name[0]}={value}", line, any(p.open for p in parts))]
 
 

@@ -274,7 +274,7 @@ def open_vision_source(
     cache_dir: str | Path | None = None,
     num_proc: int | None = None,
     max_bad_fraction: float = 0.001,
-    bad_rows_path: str | Path | BadRowsFile | None = None,
+    bad_rows: BadRowsFile | None = None,
     append_bad_rows: bool = False,
 ) -> VisionSource:
     """As token_cache.open_source, for rows with pictures. The cache's key holds every field of `rules` that can change
@@ -286,5 +286,5 @@ def open_vision_source(
         format = found.format
     FORMATS.get(format)
     job = VisionJob(str(path), format, tokenizer, max_seq_len, overlong, rules.compat, thinking=thinking, rules=rules)
-    folder, report = tokenised(job, cache_dir, num_proc, max_bad_fraction, bad_rows_path, append_bad_rows)
+    folder, report = tokenised(job, cache_dir, num_proc, max_bad_fraction, bad_rows, append_bad_rows)
     return VisionSource(folder, report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 
 import pytest
@@ -32,6 +33,7 @@ def words(text: str) -> list[list[str]]:
         ("a &> log.txt", ["a"]),
         ("a#b", ["a#b"]),
         ("export A=1 B='2 3'\na $A $B", ["a", "1", "2", "3"]),
+        ('x="${y:-b  c}"\na "$x"', ["a", "b  c"]),
     ],
 )
 def test_words_are_what_the_shell_would_pass(text, expected):
@@ -85,4 +87,37 @@ def test_a_variable_that_doubles_itself_is_stopped_soon():
     began = time.process_time()
     with pytest.raises(ConfigError, match="longer than"):
         read_script("x=aaaaaaaa\n" + "x=$x$x\n" * 60, "run.sh")
+    assert within(time.process_time() - began, 5)
+
+
+EXPANSIONS = [
+    "##*/", "#*/", "%/*", "%%.*", "%.*", "#a", "%'.gz'", '%".gz"', "%$y", '%"$y"', "##*[", "%[.]*",
+    ":-d", ":-$y/log", "-d", ":+alt", "+alt", ":=new", ":-${y}", ":-${y##*/}", "^^", ",,", "^", ":2", ":1:3", ":9:1",
+    "/b/X", "//b/X", "//b/", "/#a/X", "/%z/X", "//[a-b]/_", "//[!a-c]/-", "/?/Q", "//'*'/W", "//\\*/W", "//*/W",
+    "/b/'z'", "/#/pre", "/%/post", "//a*b/Q", "//./", "//\\//_", "//a/$y",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("quote", ["", '"'])
+@pytest.mark.parametrize("value", ["/models/ERNIE-4.5.tar.gz", "", "abcabc", "a b  c", "x*y"])
+def test_expansions_of_known_variables_are_what_bash_makes_of_them(value, quote):
+    lines = [f"x='{value}'\ny=.gz\nrun {quote}${{x{form}}}{quote} end ${{x}}" for form in EXPANSIONS]
+    asked = "run() { printf '%s\\1' \"$@\"; printf '\\2'; }\nset -f\n" + "\n".join(lines)
+    told = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, check=True).stdout
+    for line, answer in zip(lines, told.split("\2"), strict=False):
+        assert words(line)[-1][1:] == answer.split("\1")[:-1], line
+        assert not any(word.open for word in read_script(line, "run.sh")[-1].words)
+
+
+@pytest.mark.parametrize(
+    "text", ["${y##*/}", "${y:+a}", "${y:?none}", "${x/a/[&]}", "${x@Q}", "${!x}", "${m##*/}", "${m-8}"]
+)
+def test_an_expansion_of_what_is_not_known_stays_as_written(text):
+    word = read_script(f"x=abc\nm=$1\nrun {text}", "run.sh")[-1].words[1]
+    assert (word.text, word.open) == (text, True)
+
+
+def test_no_pattern_of_a_script_takes_long():
+    began = time.process_time()
+    read_script("x=" + "ab" * 40_000 + "\n" + "y=${x//*a*a*a*c/d}\n" * 500 + "y=${x:-" * 900 + "}" * 900, "run.sh")
     assert within(time.process_time() - began, 5)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from erniekit.data.media.limits import MediaLimits
+from erniekit.data.report import BadRowsFile
 from erniekit.data.vision import job
 from erniekit.data.vision.job import VisionJob, VisionSource, decoder, open_vision_source
 from erniekit.data.vision.rules import VisionRules
@@ -80,7 +81,7 @@ def test_a_broken_picture_is_a_bad_row_with_its_line_and_the_rest_goes_on(folder
         ],
     )
     listed = folder / "bad_rows.jsonl"
-    source = opened(path, VisionRules(), bad_rows_path=listed)
+    source = opened(path, VisionRules(), bad_rows=BadRowsFile(listed))
     assert [source.row(i) for i in range(len(source))] == [1, 5]
     told = [json.loads(line) for line in listed.read_text().splitlines()]
     assert [(row["line"], row["kind"]) for row in told] == [(2, "bad_picture"), (3, "missing_media"), (4, "remote")]

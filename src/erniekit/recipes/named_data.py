@@ -1,0 +1,46 @@
+"""Local datasets that a command names and that do not exist, found before torch is imported, which takes seconds.
+
+Called by first_line.py and run.py. What is there is opened later, by its readers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from erniekit.config import RunConfig
+
+
+def refuse_missing_data(cfg: RunConfig) -> None:
+    """DataError for the first that is missing, as its reader would raise it."""
+    missing = [path for key in _read_keys(cfg) for path in cfg[key] or () if not os.path.exists(path)]
+    if not missing:
+        return
+    from pathlib import Path
+
+    from erniekit.data.storage import LocalFile, as_place, listed_files
+
+    for place in map(as_place, missing):
+        if isinstance(place, Path):
+            for file in listed_files([place], text=cfg.train.stage == "PT"):  # a pattern
+                LocalFile(Path(file.path)).refuse_other()
+
+
+def _read_keys(cfg: RunConfig) -> Iterator[str]:
+    """The keys of datasets that this command opens; those that are read while a run trains are left to their stream."""
+    d, t = cfg.data, cfg.train
+    files_of_tokens = t.stage == "PT" and bool(d.input_dir or d.data_filelist)
+    if cfg.command == "eval":
+        if not t.eval_tasks:
+            yield "eval_dataset_path"
+        return
+    rows = bool(d.train_dataset_path) and not files_of_tokens
+    if rows and not d.streaming:
+        yield "train_dataset_path"
+    if cfg.command == "quantize":
+        if rows or files_of_tokens:
+            yield "eval_dataset_path"
+    elif t.do_eval or t.evaluation_strategy != "no":
+        yield "eval_dataset_path"
+    if t.stage == "VL-SFT":
+        yield "text_dataset_path"
