@@ -14,20 +14,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from erniekit import heartbeat
 from erniekit.checkpoint import writer
 from erniekit.checkpoint.manifest import FileRecord
+from erniekit.checkpoint.one_file import FileTensor, OneFile
 from erniekit.checkpoint.parts import CHUNK, DTYPES, Gathered, receive_part, send_part, send_problem
 from erniekit.checkpoint.tensor_file import write_stream
 from erniekit.checkpoint.wire import Wire
 from erniekit.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from erniekit.models.names import Entry
     from erniekit.parallel.sharding import Box
 
 LIMIT = 5 * 1000**3
@@ -35,6 +35,19 @@ LEAST = 1 << 20  # bytes a message, however many writers a rank sends to at once
 DATA = 1  # tag of these messages: signs of life go between the same ranks meanwhile
 Holders = Callable[[str], Sequence[tuple[int, Sequence["Box"]]]]
 Check = Callable[[str, torch.Tensor], None]
+
+
+class Entry(Protocol):
+    """One of our tensors and those of a file: models.names.Entry of a model, lora.together.Views of an adapter."""
+
+    @property
+    def ours(self) -> str: ...
+
+    @property
+    def theirs(self) -> tuple[str, ...]: ...
+
+    @property
+    def write(self) -> Callable[[torch.Tensor], list[torch.Tensor]]: ...
 
 
 @dataclass(frozen=True)
@@ -45,19 +58,7 @@ class ModelFiles:
     check: Check = lambda name, tensor: None
     tag: str = "pt"  # in the files' headers
     limit: int = LIMIT  # bytes of a file
-
-
-@dataclass(frozen=True)
-class FileTensor:
-    """One tensor of a file."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+    one_file: bool = False  # whatever its size, with every rank's tensors in it
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,15 @@ class Source:
 class FilePlan:
     sources: Mapping[int, Sequence[Source]]  # writer -> in the order it puts them together
     files: Mapping[int, Sequence[tuple[str, Sequence[FileTensor]]]]  # writer -> names and contents
+    one: OneFile | None = None  # instead of those: what all of them write into
 
     @property
     def bytes(self) -> int:
         return sum(source.bytes for sources in self.sources.values() for source in sources)
+
+    @property
+    def writers(self) -> dict[str, int]:
+        return {stored.name: rank for rank, mine in self.sources.items() for one in mine for stored in one.stored}
 
     @property
     def index(self) -> dict[str, object]:
@@ -96,11 +102,16 @@ def plan_files(
     holders: Holders,
 ) -> FilePlan:
     """Each tensor goes to the one of its holders that has the least to write so far."""
+    whole = [
+        _source(ours, tuple(group), torch.empty(tuple(shape_of(ours)), dtype=dtype_of(ours), device="meta"))
+        for ours, group in itertools.groupby(model.entries, key=lambda entry: entry.ours)
+    ]
+    if model.one_file:
+        return _plan_one_file(whole, f"{stem}.safetensors", model.tag, holders)
     load: dict[int, int] = {}
     sources: dict[int, list[Source]] = {}
-    for ours, group in itertools.groupby(model.entries, key=lambda entry: entry.ours):
-        source = _source(ours, tuple(group), torch.empty(tuple(shape_of(ours)), dtype=dtype_of(ours), device="meta"))
-        rank = min((rank for rank, _ in holders(ours)), key=lambda rank: (load.get(rank, 0), rank))
+    for source in whole:
+        rank = min((rank for rank, _ in holders(source.ours)), key=lambda rank: (load.get(rank, 0), rank))
         load[rank] = load.get(rank, 0) + source.bytes
         sources.setdefault(rank, []).append(source)
     # The widest first, so that every tensor begins at a multiple of its element.
@@ -112,6 +123,23 @@ def plan_files(
         for rank, contents in cut.items()
     }
     return FilePlan(order, named)
+
+
+def _plan_one_file(whole: Sequence[Source], name: str, tag: str, holders: Holders) -> FilePlan:
+    """In the file's order each rank takes its share of what it holds before another begins: long stretches, as disks
+    that several machines share want them."""
+    one = OneFile.of(name, [stored for source in whole for stored in source.stored], tag)
+    held = {source.ours: [rank for rank, _ in holders(source.ours)] for source in whole}
+    share = sum(source.bytes for source in whole) / max(1, len({rank for ranks in held.values() for rank in ranks}))
+    load: dict[int, int] = {}
+    sources: dict[int, list[Source]] = {}
+    last = -1
+    for source in sorted(whole, key=lambda source: one.starts[source.stored[0].name]):
+        if last not in held[source.ours] or load[last] >= share:
+            last = min(held[source.ours], key=lambda rank: (load.get(rank, 0), rank))
+        load[last] = load.get(last, 0) + source.bytes
+        sources.setdefault(last, []).append(source)
+    return FilePlan(sources, {}, one)
 
 
 def _source(ours: str, entries: tuple[Entry, ...], whole: torch.Tensor) -> Source:
@@ -159,7 +187,10 @@ class Assembly:
             thread.start()
         incoming = self._incoming()
         try:
-            records = {name: self._write_one(folder / name, content, incoming) for name, content in self._mine()}
+            if self.plan.one is None:
+                records = {name: self._write_one(folder / name, content, incoming) for name, content in self._mine()}
+            else:
+                records = self._write_into(folder, self.plan.one, incoming)
         finally:
             with suppress(CheckpointError):  # the first one is raised
                 for _ in incoming:  # after an error the other ranks still send
@@ -179,6 +210,11 @@ class Assembly:
         record = write_stream(path, entries, tensors, {"format": self.model.tag})
         writer.ops.sync(path)  # by who wrote it: another machine's fsync does not reach this one's memory
         return record
+
+    def _write_into(self, folder: Path, one: OneFile, incoming: Iterator[torch.Tensor]) -> dict[str, FileRecord]:
+        """This rank's stretches of the file: their bytes, and one digest for all of them."""
+        mine = [stored for source in self.plan.sources.get(self.rank, ()) for stored in source.stored]
+        return {one.name: one.write(folder, zip(mine, incoming, strict=True))} if mine else {}
 
     def _incoming(self) -> Iterator[torch.Tensor]:
         """What this rank stores, in order. After an error everything that is on its way is still received."""

@@ -20,9 +20,11 @@ from erniekit.checkpoint.assembly import DATA, Assembly, FilePlan, ModelFiles, p
 from erniekit.checkpoint.blocks import local_shape, param_of, stored_boxes, stored_shape
 from erniekit.checkpoint.host_copies import plain
 from erniekit.checkpoint.manifest import FileRecord
+from erniekit.checkpoint.one_file import OneFile
 from erniekit.checkpoint.parts import Gathered, receive_part, send_part, send_problem
 from erniekit.checkpoint.wire import TIMEOUT, Wire
 from erniekit.errors import CheckpointError
+from erniekit.log import warn
 from erniekit.parallel import comm
 
 if TYPE_CHECKING:
@@ -118,7 +120,7 @@ class Exchange:
         """Every rank at once writes what it holds of these into a file of its own in `folder`; none sends a tensor.
         False: not all of them see the folder, and nothing is left in it. suffix: of names, not stored."""
         order = {"folder": str(folder), "stem": stem, "suffix": suffix, "names": [self._index[name] for name in names]}
-        replies = self._together(_WRITE, order)
+        replies = self._together(_WRITE, order).values()
         files = _files_in(folder, replies)
         if any("absent" in reply for reply in replies):
             for path in files:
@@ -129,21 +131,35 @@ class Exchange:
         return True
 
     def write_files(self, suffix: str, folder: Path, stem: str) -> FilePlan | None:
-        """Every rank at once writes some of the model's files, whole tensors in the layout of `model`. None: there is
-        one rank, the model is small, or not all see the folder."""
+        """Every rank at once writes some of the model's files, or its part of the one there is: whole tensors in the
+        layout of `model`. None: there is one rank, the model is small, or not all see the folder."""
         order = {"folder": str(folder), "stem": stem, "suffix": suffix}
         if self.model is None or not self._others:
             return None
         plan = self._plan(suffix, stem)
-        if plan.bytes <= min(self.model.limit, ONE_FILE):
+        if plan.bytes <= min(self.model.limit, ONE_FILE) or (plan.one is not None and len(plan.sources) < 2):
             return None
-        if any("absent" in reply for reply in self._together(_SEE, order)):
+        if any("absent" in reply for reply in self._together(_SEE, order).values()):
             return None
-        for path, record in _files_in(folder, self._together(_FILES, order)).items():
+        if plan.one is not None:
+            return plan if self._write_one_file(plan, plan.one, folder, order) else None
+        for path, record in _files_in(folder, self._together(_FILES, order).values()).items():
             writer.remember(path, record)
         return plan
 
-    def _together(self, command: int, order: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _write_one_file(self, plan: FilePlan, one: OneFile, folder: Path, order: Mapping[str, Any]) -> bool:
+        one.make(folder)
+        replies = self._together(_FILES, order)
+        told = {rank: FileRecord(*files[one.name]) for rank, reply in replies.items() if (files := reply.get("files"))}
+        record = one.seal(folder, plan.writers, told)
+        if record is None:
+            warn(f"{one.name}, written by {len(told)} ranks at once, does not read as written: rank 0 writes it alone")
+            writer.ops.unlink(folder / one.name)
+            return False
+        writer.remember(folder / one.name, record)
+        return True
+
+    def _together(self, command: int, order: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
         """The reply of every rank to the command; the first error among these is raised."""
         problems: list[CheckpointError] = []
         replies: dict[int, dict[str, Any]] = {}
@@ -162,7 +178,7 @@ class Exchange:
         problems += [CheckpointError(**reply) for reply in replies.values() if "what" in reply]
         if problems:
             raise problems[0]
-        return list(replies.values())
+        return replies
 
     def _command(
         self, rank: int, command: int, order: Mapping[str, Any], replies: dict[int, dict[str, Any]],

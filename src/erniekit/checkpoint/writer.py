@@ -49,6 +49,16 @@ class FileOps:
     def write(self, fd: int, data: memoryview) -> int:
         return os.write(fd, data)
 
+    def open(self, path: Path) -> int:
+        """A file that is there, to write into it."""
+        return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+
+    def extend(self, path: Path, size: int) -> None:
+        os.truncate(path, size)
+
+    def write_at(self, fd: int, data: memoryview, start: int) -> int:
+        return os.pwrite(fd, data, start)
+
     def sync(self, path: Path) -> None:
         """fsync of a file or a folder."""
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -104,18 +114,50 @@ def publish(
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
     """Write a new file in pieces and hash it meanwhile; `publish` does not read it again."""
-    digest, size, unsynced = hashlib.sha256(), 0, 0
-    fd = ops.create(path)
+    digest = hashlib.sha256()
+    views = ((digest, view) for view in _pieces(chunks))
+    size = _pour(ops.create(path), views, lambda fd, view: ops.write(fd, view))
+    record = FileRecord(size, digest.hexdigest())
+    remember(path, record)
+    return record
+
+
+def write_ranges(path: Path, ranges: Iterable[tuple[int, memoryview]]) -> dict[int, bytes]:
+    """Bytes, each from its start on, into a file that is there, hashed meanwhile: start -> sha256. What was written is
+    on disk for good when this returns."""
+    digests: dict[int, Any] = {}
+    at = 0
+
+    def views() -> Iterator[tuple[Any, memoryview]]:
+        nonlocal at
+        for start, data in ranges:
+            digests[start], at = hashlib.sha256(), start
+            yield from ((digests[start], view) for view in _pieces([data]))
+
+    def write(fd: int, view: memoryview) -> int:
+        nonlocal at
+        count = ops.write_at(fd, view, at)
+        at += count
+        return count
+
+    _pour(ops.open(path), views(), write)
+    ops.sync(path)  # by who wrote it: another machine's fsync does not reach this one's memory
+    return {start: digest.digest() for start, digest in digests.items()}
+
+
+def _pour(fd: int, views: Iterable[tuple[Any, memoryview]], write: Callable[[int, memoryview], int]) -> int:
+    """Each view through `write` and into its digest, both at once; closes the file. Bytes in all."""
+    size, unsynced = 0, 0
     try:
         # One thread each: pieces are hashed in their order.
         with ThreadPoolExecutor(1, "checkpoint-hash") as hasher, ThreadPoolExecutor(1, "checkpoint-sync") as syncer:
             hashed: deque[Future[Any]] = deque()
             synced: Future[Any] = syncer.submit(bool)
-            for view in _pieces(chunks):
+            for digest, view in views:
                 hashed.append(hasher.submit(digest.update, view))
                 size, unsynced = size + len(view), unsynced + len(view)
                 while len(view):
-                    view = view[ops.write(fd, view) :]
+                    view = view[write(fd, view) :]
                 if len(hashed) > _HASHED_LATER:
                     hashed.popleft().result()
                 if unsynced >= _SYNC_EVERY and synced.done():  # the disk is at work from the first bytes on
@@ -126,9 +168,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
                 each.result()
     finally:
         os.close(fd)
-    record = FileRecord(size, digest.hexdigest())
-    remember(path, record)
-    return record
+    return size
 
 
 def _pieces(chunks: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
