@@ -176,7 +176,8 @@ def curve(folder: Path) -> list[tuple[int, float]]:
 
 def tensors(folder: Path) -> dict[str, str]:
     """sha256 of every file of weights and optimiser state in a published checkpoint; raises when it is torn."""
-    return {name: file.sha256 for name, file in manifest.check(folder).files.items() if name.endswith(".safetensors")}
+    names = [name for name in manifest.check(folder).files if name.endswith(".safetensors")]
+    return {name: manifest.measure(folder / name).sha256 for name in names}  # however it was written
 
 
 @dataclass

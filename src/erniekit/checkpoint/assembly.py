@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,7 +20,7 @@ import torch
 from erniekit import heartbeat
 from erniekit.checkpoint import writer
 from erniekit.checkpoint.manifest import FileRecord
-from erniekit.checkpoint.one_file import FileTensor, OneFile
+from erniekit.checkpoint.one_file import Contents, FileTensor, OneFile, Stretch
 from erniekit.checkpoint.parts import CHUNK, DTYPES, Gathered, receive_part, send_part, send_problem
 from erniekit.checkpoint.tensor_file import write_stream
 from erniekit.checkpoint.wire import Wire
@@ -85,10 +84,6 @@ class FilePlan:
         return sum(source.bytes for sources in self.sources.values() for source in sources)
 
     @property
-    def writers(self) -> dict[str, int]:
-        return {stored.name: rank for rank, mine in self.sources.items() for one in mine for stored in one.stored}
-
-    @property
     def index(self) -> dict[str, object]:
         placed = {one.name: name for files in self.files.values() for name, content in files for one in content}
         return {"metadata": {"total_size": self.bytes}, "weight_map": placed}
@@ -126,20 +121,59 @@ def plan_files(
 
 
 def _plan_one_file(whole: Sequence[Source], name: str, tag: str, holders: Holders) -> FilePlan:
-    """In the file's order each rank takes its share of what it holds before another begins: long stretches, as disks
-    that several machines share want them."""
-    one = OneFile.of(name, [stored for source in whole for stored in source.stored], tag)
-    held = {source.ours: [rank for rank, _ in holders(source.ours)] for source in whole}
-    share = sum(source.bytes for source in whole) / max(1, len({rank for ranks in held.values() for rank in ranks}))
+    """In the file's order a rank takes stretches until it has its share, of those that hold much of them: few and long
+    ones, as each has a digest of its own and disks that several machines share want them."""
+    contents = Contents.of([stored for source in whole for stored in source.stored], tag)
+    held = {source.ours: {rank for rank, _ in holders(source.ours)} for source in whole}
+    share = max(1, sum(source.bytes for source in whole) // len(set[int]().union(*held.values())))
     load: dict[int, int] = {}
     sources: dict[int, list[Source]] = {}
-    last = -1
-    for source in sorted(whole, key=lambda source: one.starts[source.stored[0].name]):
-        if last not in held[source.ours] or load[last] >= share:
-            last = min(held[source.ours], key=lambda rank: (load.get(rank, 0), rank))
-        load[last] = load.get(last, 0) + source.bytes
-        sources.setdefault(last, []).append(source)
-    return FilePlan(sources, {}, one)
+    stretches: list[Stretch] = []
+    last, at = -1, len(contents.header)
+    for group in _in_groups(_closed(whole, contents), share // 16):
+        of: dict[int, int] = {}
+        for source in group:
+            of |= {rank: of.get(rank, 0) + source.bytes for rank in held[source.ours]}
+        able = {rank for rank, size in of.items() if 4 * size >= max(of.values())}
+        if last not in able or load[last] >= share:
+            last = min(able, key=lambda rank: (load.get(rank, 0), rank))
+        size = sum(source.bytes for source in group)
+        load[last] = load.get(last, 0) + size
+        sources.setdefault(last, []).extend(group)
+        start = stretches.pop().start if stretches and stretches[-1].rank == last else at
+        at += size
+        stretches.append(Stretch(last, start, at))
+    return FilePlan(sources, {}, OneFile(name, contents, stretches))
+
+
+def _closed(whole: Iterable[Source], contents: Contents) -> list[list[Source]]:
+    """In the file's order the least that is put together at a time: what is stored of each lies between no other's.
+    The experts of a layer are one such group, as its tensors follow each other expert by expert."""
+    out: list[list[Source]] = []
+    end = 0
+    for start, stop, source in sorted(((*_span(s, contents), s) for s in whole), key=lambda one: one[:2]):
+        if not out or (start >= end and source.bytes):
+            out.append([])
+        out[-1].append(source)
+        end = max(end, stop)
+    return out
+
+
+def _span(source: Source, contents: Contents) -> tuple[int, int]:
+    places = [contents.places[stored.name] for stored in source.stored]
+    return min(start for start, _ in places), max(end for _, end in places)
+
+
+def _in_groups(closed: Iterable[list[Source]], least: int) -> Iterator[list[Source]]:
+    """Of at least so many bytes, but for the last."""
+    group: list[Source] = []
+    for some in closed:
+        group = [*group, *some]
+        if sum(source.bytes for source in group) >= least:
+            yield group
+            group = []
+    if group:
+        yield group
 
 
 def _source(ours: str, entries: tuple[Entry, ...], whole: torch.Tensor) -> Source:
@@ -212,9 +246,18 @@ class Assembly:
         return record
 
     def _write_into(self, folder: Path, one: OneFile, incoming: Iterator[torch.Tensor]) -> dict[str, FileRecord]:
-        """This rank's stretches of the file: their bytes, and one digest for all of them."""
-        mine = [stored for source in self.plan.sources.get(self.rank, ()) for stored in source.stored]
-        return {one.name: one.write(folder, zip(mine, incoming, strict=True))} if mine else {}
+        if self.rank not in self.plan.sources:
+            return {}
+        return {one.name: one.write(folder, self.rank, self._in_file_order(one.contents, incoming))}
+
+    def _in_file_order(
+        self, contents: Contents, incoming: Iterator[torch.Tensor]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """This rank's tensors with where they begin."""
+        for together in _closed(self.plan.sources[self.rank], contents):
+            stored = [one for source in together for one in source.stored]
+            placed = [(contents.places[one.name], next(incoming)) for one in stored]
+            yield from ((start, tensor) for (start, _), tensor in sorted(placed, key=lambda one: one[0]))
 
     def _incoming(self) -> Iterator[torch.Tensor]:
         """What this rank stores, in order. After an error everything that is on its way is still received."""

@@ -219,8 +219,8 @@ class SavedTensors(Mapping[str, torch.Tensor]):
     """Tensors by our names, for a writer of files."""
 
     def write_files(self, folder: Path, stem: str) -> torch.dtype | None:
-        """The model's files with their index, or its one file, written by all ranks after ModelFiles; returns the dtype of the
-        first tensor. None where that cannot be done, and the caller writes them."""
+        """The model's files with their index, or its one file, written by all ranks after ModelFiles; returns the
+        dtype of the first tensor. None where that cannot be done, and the caller writes them."""
         return None
 
 

@@ -20,11 +20,9 @@ from erniekit.checkpoint.assembly import DATA, Assembly, FilePlan, ModelFiles, p
 from erniekit.checkpoint.blocks import local_shape, param_of, stored_boxes, stored_shape
 from erniekit.checkpoint.host_copies import plain
 from erniekit.checkpoint.manifest import FileRecord
-from erniekit.checkpoint.one_file import OneFile
 from erniekit.checkpoint.parts import Gathered, receive_part, send_part, send_problem
 from erniekit.checkpoint.wire import TIMEOUT, Wire
 from erniekit.errors import CheckpointError
-from erniekit.log import warn
 from erniekit.parallel import comm
 
 if TYPE_CHECKING:
@@ -142,22 +140,15 @@ class Exchange:
         if any("absent" in reply for reply in self._together(_SEE, order).values()):
             return None
         if plan.one is not None:
-            return plan if self._write_one_file(plan, plan.one, folder, order) else None
-        for path, record in _files_in(folder, self._together(_FILES, order).values()).items():
-            writer.remember(path, record)
-        return plan
-
-    def _write_one_file(self, plan: FilePlan, one: OneFile, folder: Path, order: Mapping[str, Any]) -> bool:
-        one.make(folder)
+            plan.one.make(folder)
         replies = self._together(_FILES, order)
-        told = {rank: FileRecord(*files[one.name]) for rank, reply in replies.items() if (files := reply.get("files"))}
-        record = one.seal(folder, plan.writers, told)
-        if record is None:
-            warn(f"{one.name}, written by {len(told)} ranks at once, does not read as written: rank 0 writes it alone")
-            writer.ops.unlink(folder / one.name)
-            return False
-        writer.remember(folder / one.name, record)
-        return True
+        if plan.one is not None:
+            told = {rank: FileRecord(*files[plan.one.name]) for rank, r in replies.items() if (files := r.get("files"))}
+            writer.remember(folder / plan.one.name, plan.one.record(told))
+        else:
+            for path, record in _files_in(folder, replies.values()).items():
+                writer.remember(path, record)
+        return plan
 
     def _together(self, command: int, order: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
         """The reply of every rank to the command; the first error among these is raised."""

@@ -1,28 +1,25 @@
-"""One safetensors file that several ranks write into at once, each the tensors it puts together.
+"""One safetensors file that several ranks write at once, each some stretches of it.
 
-Planned by assembly.py, made and sealed by gather.py on the rank that publishes. A file's sha256 takes its bytes in order,
-which no rank has: each hashes its own tensors while it writes them, and whoever seals the file reads it once, for its
-sha256, and finds in each stretch what its writer hashed.
+Planned by assembly.py; made by gather.py on the rank that publishes, before the others open it. Each rank hashes its
+stretches while it writes them; the file's digest is that of theirs (files/digest.py), so that nothing is read again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import torch
 
-from erniekit import heartbeat
 from erniekit.checkpoint import writer
 from erniekit.checkpoint.manifest import FileRecord
 from erniekit.checkpoint.tensor_file import bytes_of, header, in_order
+from erniekit.files import digest
 
-_READ = 4 << 20  # bytes
 _LOOKS, _PAUSE = 20, 0.25  # s; a network disk may show another node's new file only later
 
 
@@ -40,70 +37,70 @@ class FileTensor:
 
 
 @dataclass(frozen=True)
-class OneFile:
-    name: str
+class Stretch:
+    rank: int  # who writes it
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What is in the file, and where."""
+
     header: bytes
-    tensors: Sequence[FileTensor]  # as they follow each other
-    starts: Mapping[str, int]  # of each in the file
+    places: Mapping[str, tuple[int, int]]  # of each tensor: from, to
 
     @classmethod
-    def of(cls, name: str, tensors: Sequence[FileTensor], tag: str) -> OneFile:
+    def of(cls, tensors: Sequence[FileTensor], tag: str) -> Contents:
         ordered = in_order(tensors, lambda one: (one.dtype, one.name))
         head = header([(one.name, one.dtype, one.shape) for one in ordered], {"format": tag})
-        starts, end = {}, len(head)
+        places, end = {}, len(head)
         for one in ordered:
-            starts[one.name], end = end, end + one.bytes
-        return cls(name, head, ordered, starts)
+            places[one.name] = end, end + one.bytes
+            end += one.bytes
+        return cls(head, places)
 
-    @property
-    def bytes(self) -> int:
-        return len(self.header) + sum(one.bytes for one in self.tensors)
+
+@dataclass(frozen=True)
+class OneFile:
+    name: str
+    contents: Contents
+    stretches: Sequence[Stretch]  # one after the other, all but the header
 
     def make(self, folder: Path) -> None:
-        """With its header and its whole size, before any rank writes into it."""
-        writer.write_file(folder / self.name, [self.header])
-        writer.ops.extend(folder / self.name, self.bytes)
+        """With its header and its whole size."""
+        writer.write_file(folder / self.name, [self.contents.header])
+        writer.ops.extend(folder / self.name, self.stretches[-1].end)
 
-    def write(self, folder: Path, tensors: Iterable[tuple[FileTensor, torch.Tensor]]) -> FileRecord:
-        """Bytes of the tensors, and a digest of theirs in the file's order."""
-        path = _seen(folder / self.name)
-        size = 0
+    def write(self, folder: Path, rank: int, tensors: Iterator[tuple[int, torch.Tensor]]) -> FileRecord:
+        """A rank's own tensors, in the file's order with where each begins: their bytes, and the sha256s of its
+        stretches one after the other."""
+        mine = [stretch for stretch in self.stretches if stretch.rank == rank]
 
-        def ranges() -> Iterator[tuple[int, memoryview]]:
-            nonlocal size
-            for one, tensor in tensors:
-                assert (tensor.dtype, tuple(tensor.shape)) == (one.dtype, one.shape), one.name
+        def chunks(stretch: Stretch) -> Iterator[memoryview]:
+            at = stretch.start
+            while at < stretch.end:
+                start, tensor = next(tensors)
+                assert start == at
                 for data in bytes_of(tensor):
-                    size += len(data)
-                    yield self.starts[one.name], data
+                    at += len(data)
+                    yield data
 
-        digests = writer.write_ranges(path, ranges())
-        return FileRecord(size, _joined(digests[start] for start in sorted(digests)))
+        found = writer.write_stretches(_seen(folder / self.name), ((each.start, chunks(each)) for each in mine))
+        return FileRecord(sum(each.end - each.start for each in mine), b"".join(found).hex())
 
-    def seal(self, folder: Path, writers: Mapping[str, int], told: Mapping[int, FileRecord]) -> FileRecord | None:
-        """The file's record, for the manifest; None: it does not read as it was written. writers: who wrote each
-        tensor; told: what each says of its own."""
-        whole, found, size = hashlib.sha256(), dict[int, list[bytes]](), 0
-        with (folder / self.name).open("rb", buffering=0) as file, ThreadPoolExecutor(1, "checkpoint-hash") as other:
-            for one in (None, *self.tensors):
-                own, left = hashlib.sha256(), one.bytes if one is not None else len(self.header)
-                size += left
-                while left and (block := file.read(min(left, _READ))):
-                    both = other.submit(whole.update, block)
-                    own.update(block)
-                    both.result()
-                    left -= len(block)
-                    heartbeat.beat()
-                if one is not None and one.bytes:
-                    found.setdefault(writers[one.name], []).append(own.digest())
-        # The header is the same for all of them, and was written here.
-        if {rank: _joined(digests) for rank, digests in found.items()} != {r: t.sha256 for r, t in told.items()}:
-            return None
-        return FileRecord(size, whole.hexdigest())
+    def record(self, told: Mapping[int, FileRecord]) -> FileRecord:
+        """Of the whole file. told: what `write` gave each rank."""
+        head = self.contents.header
+        left = {rank: iter(_cut(bytes.fromhex(record.sha256))) for rank, record in told.items()}
+        found = [hashlib.sha256(head).digest(), *(next(left[stretch.rank]) for stretch in self.stretches)]
+        sizes = [len(head), *(stretch.end - stretch.start for stretch in self.stretches)]
+        return FileRecord(sum(sizes), digest.joined(sizes, found))
 
 
-def _joined(digests: Iterable[bytes]) -> str:
-    return hashlib.sha256(b"".join(digests)).hexdigest()
+def _cut(digests: bytes) -> list[bytes]:
+    each = hashlib.sha256().digest_size
+    return [digests[i : i + each] for i in range(0, len(digests), each)]
 
 
 def _seen(path: Path) -> Path:

@@ -1,6 +1,7 @@
 """One safetensors file, written straight from the tensors' memory and hashed on the way (writer.write_file).
 
-Used by shards.py, assembly.py and rank_files.py. The library's own writer hashes nothing, so that every byte had to be read again for the manifest.
+Used by shards.py, assembly.py, one_file.py and rank_files.py. The library's own writer hashes nothing, so that every
+byte had to be read again for the manifest.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from erniekit import heartbeat
 from erniekit.checkpoint.manifest import MANIFEST, FileRecord, Manifest, measure, sample
 from erniekit.errors import CheckpointError
+from erniekit.files.digest import Digest
 from erniekit.log import warn
 
 # A writer fills the folder; files it hashed while writing and returns the records of are not read again.
@@ -112,27 +113,29 @@ def publish(
     return parent / name
 
 
-def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
-    """Write a new file in pieces and hash it meanwhile; `publish` does not read it again."""
-    digest = hashlib.sha256()
+def write_file(path: Path, chunks: Iterable[bytes | memoryview], like: str = "") -> FileRecord:
+    """Write a new file in pieces and hash it meanwhile; `publish` does not read it again. like: a digest that its own
+    is compared with."""
+    digest = Digest(like)
     views = ((digest, view) for view in _pieces(chunks))
     size = _pour(ops.create(path), views, lambda fd, view: ops.write(fd, view))
-    record = FileRecord(size, digest.hexdigest())
+    record = FileRecord(size, digest.text())
     remember(path, record)
     return record
 
 
-def write_ranges(path: Path, ranges: Iterable[tuple[int, memoryview]]) -> dict[int, bytes]:
-    """Bytes, each from its start on, into a file that is there, hashed meanwhile: start -> sha256. What was written is
-    on disk for good when this returns."""
-    digests: dict[int, Any] = {}
+def write_stretches(path: Path, stretches: Iterable[tuple[int, Iterable[memoryview]]]) -> list[bytes]:
+    """Stretches, each from its start on, into a file that is there, hashed meanwhile: the sha256 of each. What was
+    written is on disk for good when this returns."""
+    digests: list[Any] = []
     at = 0
 
     def views() -> Iterator[tuple[Any, memoryview]]:
         nonlocal at
-        for start, data in ranges:
-            digests[start], at = hashlib.sha256(), start
-            yield from ((digests[start], view) for view in _pieces([data]))
+        for start, chunks in stretches:
+            digests.append(hashlib.sha256())
+            at = start
+            yield from ((digests[-1], view) for view in _pieces(chunks))
 
     def write(fd: int, view: memoryview) -> int:
         nonlocal at
@@ -142,7 +145,7 @@ def write_ranges(path: Path, ranges: Iterable[tuple[int, memoryview]]) -> dict[i
 
     _pour(ops.open(path), views(), write)
     ops.sync(path)  # by who wrote it: another machine's fsync does not reach this one's memory
-    return {start: digest.digest() for start, digest in digests.items()}
+    return [digest.digest() for digest in digests]
 
 
 def _pour(fd: int, views: Iterable[tuple[Any, memoryview]], write: Callable[[int, memoryview], int]) -> int:

@@ -1,8 +1,8 @@
-"""A run's adapter in one file that all ranks write at once (checkpoint/assembly.py): which of its tensors come from which
-of ours. Called by recipes/built.py.
+"""A run's adapter in one file that all ranks write at once (checkpoint/assembly.py): which part of which of our tensors
+each of its tensors is. Called by recipes/built.py.
 
-Nothing here says how PEFT's tensors are made: its own writer makes them, of a model without memory, and each that it
-made is a view of one of ours, or is not.
+Nothing here says how PEFT's tensors are made: peft_files.py makes them, of a model without memory, and each of them is
+a view of one of ours, or it is not.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class Views:
 def adapter_files(model: nn.Module, settings: LoRASettings, layout: str) -> ModelFiles | None:
     """model: on the meta device. None: one rank writes, as not every stored tensor is a part of one of ours.
 
-    So it is in the Paddle layout, where A and B of several projections are joined and B takes up scales; for PiSSA, whose
-    A and B are stored joined to what they began as; and where experts' `down_proj` has no adapter and PEFT needs zeros
-    for it. DoRA's lengths, a score head, an A that several projections share, and each expert's part of a layer's
-    matrices are parts."""
+    So it is in the Paddle layout, where A and B of several projections are joined and B takes up scales; for PiSSA,
+    whose A and B are stored joined to what they began as; and where experts' `down_proj` has no adapter and PEFT needs
+    zeros for it. DoRA's lengths, a score head, an A that several projections share, and each expert's part of a
+    layer's matrices are parts."""
     if layout == "paddle":
         return None
     ours = {tensor.untyped_storage()._cdata: name for name, tensor in lora_state(model).items()}
