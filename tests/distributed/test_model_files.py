@@ -16,6 +16,7 @@ from erniekit.checkpoint import assembly, gather, writer
 from erniekit.checkpoint.assembly import ModelFiles
 from erniekit.checkpoint.collective import CollectiveSaves
 from erniekit.checkpoint.manager import CheckpointManager
+from erniekit.checkpoint.shards import write_shards
 from erniekit.devices import pick
 from erniekit.errors import CheckpointError
 from erniekit.models.names import Entry
@@ -74,7 +75,9 @@ class FailingTensor(torch.Tensor):
         raise RuntimeError("an illegal memory access was encountered")
 
 
-def save(output: str, seed: int, fault: str = "", limit: int = 1500) -> tuple[str, list[str], int]:
+def save(
+    output: str, seed: int, fault: str = "", limit: int = 1500, one_file: bool = False
+) -> tuple[str, list[str], int]:
     """What went wrong, the files this rank wrote, and how many tensors rank 0 asked this rank for."""
     rank, size = dist.get_rank(), dist.get_world_size()
     sharding = random_sharding(SHAPES, size, seed)
@@ -113,15 +116,18 @@ def save(output: str, seed: int, fault: str = "", limit: int = 1500) -> tuple[st
     if fault == "failing device" and rank == 1:
         gather.Exchange._part = lambda self, name: own_part(self, name).as_subclass(FailingTensor)  # type: ignore
     assembly.write_stream, gather.Exchange._send_part, gather.Exchange._done = streamed, counted, faulty  # type: ignore
+    stretches = writer.write_stretches
+    writer.write_stretches = lambda path, mine: wrote.append(path.name) or stretches(path, mine)  # type: ignore
     try:
-        model = ModelFiles(entries(), failing_check if fault == "failing check" and rank == 1 else check, limit=limit)
+        checked = failing_check if fault == "failing check" and rank == 1 else check
+        model = ModelFiles(entries(), checked, limit=limit, one_file=one_file)
         saves.save(1, {"weights": held}, write, final=True, model=model)
         return "", wrote, asked[0]
     except CheckpointError as error:
         return error.what, wrote, asked[0]
     finally:
         assembly.write_stream, gather.Exchange._send_part, gather.Exchange._done = stream, answer, done  # type: ignore
-        gather.Exchange._part = own_part  # type: ignore
+        gather.Exchange._part, writer.write_stretches = own_part, stretches  # type: ignore
         writer.ops.__dict__.pop("write", None)
         if rank == 0:
             saves.manager.close()
@@ -152,10 +158,10 @@ def test_each_file_is_written_by_one_rank_and_all_together_are_the_model(
     assert all((folder / name).stat().st_size < 1500 + 4096 for name in files)
 
 
-def save_as_if_large(output: str, seed: int) -> tuple[str, list[str], int]:
+def save_as_if_large(output: str, seed: int, fault: str = "", one_file: bool = False) -> tuple[str, list[str], int]:
     gather.ONE_FILE = 1500  # this process is of this call's ranks only
     try:
-        return save(output, seed, limit=assembly.LIMIT)
+        return save(output, seed, fault, assembly.LIMIT, one_file)
     finally:
         gather.ONE_FILE = 256 << 20
 
@@ -170,6 +176,40 @@ def test_a_model_that_would_fit_one_file_is_written_by_all_ranks_unless_it_is_sm
     CheckpointManager(tmp_path / "large").verify(tmp_path / "large" / "checkpoint-1", "full")
     small = ranks.run(3, save, str(tmp_path / "small"), 5, "", assembly.LIMIT)
     assert all(what.startswith("not together") for what, _, _ in small)
+
+
+@pytest.mark.parametrize(("count", "seed"), [(2, 5), (4, 5), (4, 11)])
+def test_one_file_that_all_ranks_write_is_the_one_that_a_single_rank_writes(
+    count: int, seed: int, ranks: Ranks, tmp_path: Path
+) -> None:
+    results = ranks.run(count, save_as_if_large, str(tmp_path), seed, "", True)
+    assert [what for what, _, _ in results] == [""] * count
+    assert not any(asked for _, _, asked in results), "no tensor was sent to rank 0 to be written there"
+    assert sum(bool(wrote) for _, wrote, _ in results) > 1, "more than one rank wrote"
+    folder = tmp_path / "checkpoint-1"
+    CheckpointManager(tmp_path).verify(folder, "full")
+    (alone,) = write_shards(tmp_path, "alone", wanted().items())
+    assert [path.name for path in folder.glob("model*")] == ["model.safetensors"], "and no index"
+    assert (folder / "model.safetensors").read_bytes() == alone.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("not a number", "not numbers"),
+        ("missing", "has nothing of g"),
+        ("other disk", "not together"),
+        ("failing device", "illegal memory access"),
+        ("failing check", "no memory for a check"),
+    ],
+)
+def test_a_fault_of_one_rank_of_those_that_write_one_file_leaves_no_checkpoint(
+    fault: str, said: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    results = ranks.run(3, save_as_if_large, str(tmp_path), 5, fault, True)
+    assert all(said in what for what, _, _ in results), results
+    assert not (tmp_path / "checkpoint-1").exists()
+    assert ranks.run(3, save_as_if_large, str(tmp_path), 5, "", True)[0][0] == "", "the next save is fine"
 
 
 @pytest.mark.parametrize(

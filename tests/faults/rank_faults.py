@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from erniekit.checkpoint import rank_files, writer
+from erniekit.checkpoint import gather, rank_files, writer
 from erniekit.checkpoint.collective import CollectiveSaves
 from erniekit.checkpoint.gather import Exchange
 from erniekit.checkpoint.manager import CheckpointManager, step_of
@@ -100,7 +100,7 @@ def never_joins() -> None:
 class Disk(writer.FileOps):
     """Every change of the disk that this rank makes for a checkpoint, counted within a save."""
 
-    CALLS = ("mkdir", "create", "write", "sync", "rename", "unlink", "rmdir")
+    CALLS = ("mkdir", "create", "write", "open", "extend", "write_at", "sync", "rename", "unlink", "rmdir")
 
     def __init__(self, faulty: Faulty) -> None:
         self.faulty, self.step, self.calls = faulty, 0, 0
@@ -126,9 +126,13 @@ def around(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
     setattr(owner, name, lambda *args, **keys: wrapper(plain, *args, **keys))
 
 
-def install(rank: int, faults: Sequence[dict[str, Any]], journal: Path, two_files: bool = False) -> None:
+def install(
+    rank: int, faults: Sequence[dict[str, Any]], journal: Path, two_files: bool = False, together: bool = False
+) -> None:
     if two_files:
         rank_files.TWO_FROM = 1
+    if together:
+        gather.ONE_FILE = 1
     mine = [fault for each in faults if (fault := Fault(**each)).rank == rank]
     faulty = Faulty(mine, Journal(journal))
     _in_the_loop(faulty)

@@ -123,16 +123,18 @@ class RankServer:
         faults: Faults = (),
         launcher: bool = False,
         two_files: bool = False,
+        together: bool = False,
         **keys: Any,
     ) -> Started:
         """`launcher`: one process that starts the ranks itself, without faults of ours. `two_files`: a rank's states
-        are two files, however small."""
+        are two files, however small. `together`: all ranks write a model or an adapter, however small."""
         number = len(self._started)
         logs = self.folder / f"{run}.start-{number}"
         logs.mkdir()
         job = dict(job=number, ranks=ranks, words=self.words(run, **keys), faults=list(faults), logs=str(logs))
         assert self._process.stdin is not None
-        self._process.stdin.write((json.dumps({**job, "launcher": launcher, "two_files": two_files}) + "\n").encode())
+        job |= dict(launcher=launcher, two_files=two_files, together=together)
+        self._process.stdin.write((json.dumps(job) + "\n").encode())
         self._process.stdin.flush()
         started = self._started[number] = Started(self, number, logs, [], 0.0)
         while not started.pids:
@@ -174,7 +176,8 @@ def curve(folder: Path) -> list[tuple[int, float]]:
 
 def tensors(folder: Path) -> dict[str, str]:
     """sha256 of every file of weights and optimiser state in a published checkpoint; raises when it is torn."""
-    return {name: file.sha256 for name, file in manifest.check(folder).files.items() if name.endswith(".safetensors")}
+    names = [name for name in manifest.check(folder).files if name.endswith(".safetensors")]
+    return {name: manifest.measure(folder / name).sha256 for name in names}  # however it was written
 
 
 @dataclass

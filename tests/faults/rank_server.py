@@ -51,7 +51,8 @@ def child(job: dict[str, Any], rank: int, port: str) -> None:
         else:
             place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=job["ranks"], MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
             os.environ.update({name: str(value) for name, value in place.items()})
-            rank_faults.install(rank, job["faults"], folder / f"journal-{rank}.jsonl", job["two_files"])
+            sizes = job["two_files"], job["together"]
+            rank_faults.install(rank, job["faults"], folder / f"journal-{rank}.jsonl", *sizes)
             sys.argv = ["launch_rank", "train", *job["words"]]
             try:
                 runpy.run_module("erniekit.cli.launch_rank", run_name="__main__")

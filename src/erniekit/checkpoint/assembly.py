@@ -9,25 +9,24 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from erniekit import heartbeat
 from erniekit.checkpoint import writer
 from erniekit.checkpoint.manifest import FileRecord
+from erniekit.checkpoint.one_file import Contents, FileTensor, OneFile, Stretch
 from erniekit.checkpoint.parts import CHUNK, DTYPES, Gathered, receive_part, send_part, send_problem
 from erniekit.checkpoint.tensor_file import write_stream
 from erniekit.checkpoint.wire import Wire
 from erniekit.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from erniekit.models.names import Entry
     from erniekit.parallel.sharding import Box
 
 LIMIT = 5 * 1000**3
@@ -35,6 +34,19 @@ LEAST = 1 << 20  # bytes a message, however many writers a rank sends to at once
 DATA = 1  # tag of these messages: signs of life go between the same ranks meanwhile
 Holders = Callable[[str], Sequence[tuple[int, Sequence["Box"]]]]
 Check = Callable[[str, torch.Tensor], None]
+
+
+class Entry(Protocol):
+    """One of our tensors and those of a file: models.names.Entry of a model, lora.together.Views of an adapter."""
+
+    @property
+    def ours(self) -> str: ...
+
+    @property
+    def theirs(self) -> tuple[str, ...]: ...
+
+    @property
+    def write(self) -> Callable[[torch.Tensor], list[torch.Tensor]]: ...
 
 
 @dataclass(frozen=True)
@@ -45,19 +57,7 @@ class ModelFiles:
     check: Check = lambda name, tensor: None
     tag: str = "pt"  # in the files' headers
     limit: int = LIMIT  # bytes of a file
-
-
-@dataclass(frozen=True)
-class FileTensor:
-    """One tensor of a file."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+    one_file: bool = False  # whatever its size, with every rank's tensors in it
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ class Source:
 class FilePlan:
     sources: Mapping[int, Sequence[Source]]  # writer -> in the order it puts them together
     files: Mapping[int, Sequence[tuple[str, Sequence[FileTensor]]]]  # writer -> names and contents
+    one: OneFile | None = None  # instead of those: what all of them write into
 
     @property
     def bytes(self) -> int:
@@ -96,11 +97,16 @@ def plan_files(
     holders: Holders,
 ) -> FilePlan:
     """Each tensor goes to the one of its holders that has the least to write so far."""
+    whole = [
+        _source(ours, tuple(group), torch.empty(tuple(shape_of(ours)), dtype=dtype_of(ours), device="meta"))
+        for ours, group in itertools.groupby(model.entries, key=lambda entry: entry.ours)
+    ]
+    if model.one_file:
+        return _plan_one_file(whole, f"{stem}.safetensors", model.tag, holders)
     load: dict[int, int] = {}
     sources: dict[int, list[Source]] = {}
-    for ours, group in itertools.groupby(model.entries, key=lambda entry: entry.ours):
-        source = _source(ours, tuple(group), torch.empty(tuple(shape_of(ours)), dtype=dtype_of(ours), device="meta"))
-        rank = min((rank for rank, _ in holders(ours)), key=lambda rank: (load.get(rank, 0), rank))
+    for source in whole:
+        rank = min((rank for rank, _ in holders(source.ours)), key=lambda rank: (load.get(rank, 0), rank))
         load[rank] = load.get(rank, 0) + source.bytes
         sources.setdefault(rank, []).append(source)
     # The widest first, so that every tensor begins at a multiple of its element.
@@ -112,6 +118,62 @@ def plan_files(
         for rank, contents in cut.items()
     }
     return FilePlan(order, named)
+
+
+def _plan_one_file(whole: Sequence[Source], name: str, tag: str, holders: Holders) -> FilePlan:
+    """In the file's order a rank takes stretches until it has its share, of those that hold much of them: few and long
+    ones, as each has a digest of its own and disks that several machines share want them."""
+    contents = Contents.of([stored for source in whole for stored in source.stored], tag)
+    held = {source.ours: {rank for rank, _ in holders(source.ours)} for source in whole}
+    share = max(1, sum(source.bytes for source in whole) // len(set[int]().union(*held.values())))
+    load: dict[int, int] = {}
+    sources: dict[int, list[Source]] = {}
+    stretches: list[Stretch] = []
+    last, at = -1, len(contents.header)
+    for group in _in_groups(_closed(whole, contents), share // 16):
+        of: dict[int, int] = {}
+        for source in group:
+            of |= {rank: of.get(rank, 0) + source.bytes for rank in held[source.ours]}
+        able = {rank for rank, size in of.items() if 4 * size >= max(of.values())}
+        if last not in able or load[last] >= share:
+            last = min(able, key=lambda rank: (load.get(rank, 0), rank))
+        size = sum(source.bytes for source in group)
+        load[last] = load.get(last, 0) + size
+        sources.setdefault(last, []).extend(group)
+        start = stretches.pop().start if stretches and stretches[-1].rank == last else at
+        at += size
+        stretches.append(Stretch(last, start, at))
+    return FilePlan(sources, {}, OneFile(name, contents, stretches))
+
+
+def _closed(whole: Iterable[Source], contents: Contents) -> list[list[Source]]:
+    """In the file's order the least that is put together at a time: what is stored of each lies between no other's.
+    The experts of a layer are one such group, as its tensors follow each other expert by expert."""
+    out: list[list[Source]] = []
+    end = 0
+    for start, stop, source in sorted(((*_span(s, contents), s) for s in whole), key=lambda one: one[:2]):
+        if not out or (start >= end and source.bytes):
+            out.append([])
+        out[-1].append(source)
+        end = max(end, stop)
+    return out
+
+
+def _span(source: Source, contents: Contents) -> tuple[int, int]:
+    places = [contents.places[stored.name] for stored in source.stored]
+    return min(start for start, _ in places), max(end for _, end in places)
+
+
+def _in_groups(closed: Iterable[list[Source]], least: int) -> Iterator[list[Source]]:
+    """Of at least so many bytes, but for the last."""
+    group: list[Source] = []
+    for some in closed:
+        group = [*group, *some]
+        if sum(source.bytes for source in group) >= least:
+            yield group
+            group = []
+    if group:
+        yield group
 
 
 def _source(ours: str, entries: tuple[Entry, ...], whole: torch.Tensor) -> Source:
@@ -159,7 +221,10 @@ class Assembly:
             thread.start()
         incoming = self._incoming()
         try:
-            records = {name: self._write_one(folder / name, content, incoming) for name, content in self._mine()}
+            if self.plan.one is None:
+                records = {name: self._write_one(folder / name, content, incoming) for name, content in self._mine()}
+            else:
+                records = self._write_into(folder, self.plan.one, incoming)
         finally:
             with suppress(CheckpointError):  # the first one is raised
                 for _ in incoming:  # after an error the other ranks still send
@@ -179,6 +244,20 @@ class Assembly:
         record = write_stream(path, entries, tensors, {"format": self.model.tag})
         writer.ops.sync(path)  # by who wrote it: another machine's fsync does not reach this one's memory
         return record
+
+    def _write_into(self, folder: Path, one: OneFile, incoming: Iterator[torch.Tensor]) -> dict[str, FileRecord]:
+        if self.rank not in self.plan.sources:
+            return {}
+        return {one.name: one.write(folder, self.rank, self._in_file_order(one.contents, incoming))}
+
+    def _in_file_order(
+        self, contents: Contents, incoming: Iterator[torch.Tensor]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """This rank's tensors with where they begin."""
+        for together in _closed(self.plan.sources[self.rank], contents):
+            stored = [one for source in together for one in source.stored]
+            placed = [(contents.places[one.name], next(incoming)) for one in stored]
+            yield from ((start, tensor) for (start, _), tensor in sorted(placed, key=lambda one: one[0]))
 
     def _incoming(self) -> Iterator[torch.Tensor]:
         """What this rank stores, in order. After an error everything that is on its way is still received."""

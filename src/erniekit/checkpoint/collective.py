@@ -219,8 +219,8 @@ class SavedTensors(Mapping[str, torch.Tensor]):
     """Tensors by our names, for a writer of files."""
 
     def write_files(self, folder: Path, stem: str) -> torch.dtype | None:
-        """The model's files with their index, written by all ranks after ModelFiles; returns the dtype of the
-        first tensor. None where that cannot be done, and the caller writes them."""
+        """The model's files with their index, or its one file, written by all ranks after ModelFiles; returns the
+        dtype of the first tensor. None where that cannot be done, and the caller writes them."""
         return None
 
 
@@ -244,7 +244,8 @@ class Whole(SavedTensors):
         plan = self.exchange.write_files(f"/@{self.group}", folder, stem)
         if plan is None or self.exchange.model is None:
             return None
-        write_json(folder / f"{stem}.safetensors.index.json", plan.index)
+        if plan.one is None:
+            write_json(folder / f"{stem}.safetensors.index.json", plan.index)
         return self.exchange.dtypes[self.mine[self.exchange.model.entries[0].ours]]
 
     def __iter__(self) -> Iterator[str]:

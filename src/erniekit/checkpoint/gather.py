@@ -118,7 +118,7 @@ class Exchange:
         """Every rank at once writes what it holds of these into a file of its own in `folder`; none sends a tensor.
         False: not all of them see the folder, and nothing is left in it. suffix: of names, not stored."""
         order = {"folder": str(folder), "stem": stem, "suffix": suffix, "names": [self._index[name] for name in names]}
-        replies = self._together(_WRITE, order)
+        replies = self._together(_WRITE, order).values()
         files = _files_in(folder, replies)
         if any("absent" in reply for reply in replies):
             for path in files:
@@ -129,21 +129,28 @@ class Exchange:
         return True
 
     def write_files(self, suffix: str, folder: Path, stem: str) -> FilePlan | None:
-        """Every rank at once writes some of the model's files, whole tensors in the layout of `model`. None: there is
-        one rank, the model is small, or not all see the folder."""
+        """Every rank at once writes some of the model's files, or its part of the one there is: whole tensors in the
+        layout of `model`. None: there is one rank, the model is small, or not all see the folder."""
         order = {"folder": str(folder), "stem": stem, "suffix": suffix}
         if self.model is None or not self._others:
             return None
         plan = self._plan(suffix, stem)
-        if plan.bytes <= min(self.model.limit, ONE_FILE):
+        if plan.bytes <= min(self.model.limit, ONE_FILE) or (plan.one is not None and len(plan.sources) < 2):
             return None
-        if any("absent" in reply for reply in self._together(_SEE, order)):
+        if any("absent" in reply for reply in self._together(_SEE, order).values()):
             return None
-        for path, record in _files_in(folder, self._together(_FILES, order)).items():
-            writer.remember(path, record)
+        if plan.one is not None:
+            plan.one.make(folder)
+        replies = self._together(_FILES, order)
+        if plan.one is not None:
+            told = {rank: FileRecord(*files[plan.one.name]) for rank, r in replies.items() if (files := r.get("files"))}
+            writer.remember(folder / plan.one.name, plan.one.record(told))
+        else:
+            for path, record in _files_in(folder, replies.values()).items():
+                writer.remember(path, record)
         return plan
 
-    def _together(self, command: int, order: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _together(self, command: int, order: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
         """The reply of every rank to the command; the first error among these is raised."""
         problems: list[CheckpointError] = []
         replies: dict[int, dict[str, Any]] = {}
@@ -162,7 +169,7 @@ class Exchange:
         problems += [CheckpointError(**reply) for reply in replies.values() if "what" in reply]
         if problems:
             raise problems[0]
-        return list(replies.values())
+        return replies
 
     def _command(
         self, rank: int, command: int, order: Mapping[str, Any], replies: dict[int, dict[str, Any]],

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from erniekit import heartbeat
 from erniekit.errors import CheckpointError
+from erniekit.files.digest import Digest
 
 MANIFEST = "MANIFEST.json"
 FORMAT = 1
@@ -47,7 +48,7 @@ class Unreadable(CheckpointError):
 @dataclass(frozen=True)
 class FileRecord:
     size: int  # bytes
-    sha256: str
+    sha256: str  # of a file that several ranks wrote at once: see files/digest.py
     sample: str = ""  # sha256 over evenly spaced blocks; only for files too large to read on every start
 
 
@@ -214,9 +215,10 @@ def check(
     return manifest
 
 
-def measure(path: Path) -> FileRecord:
-    """Size, sha256 and, for a large file, the sampled digest: one pass over the file."""
-    digest, size = hashlib.sha256(), 0
+def measure(path: Path, like: str = "") -> FileRecord:
+    """Size, digest and, for a large file, the sampled digest: one pass over the file. like: a digest to compare it
+    with."""
+    digest, size = Digest(like), 0
     buffer = bytearray(_READ)
     view = memoryview(buffer)
     with path.open("rb", buffering=0) as file:
@@ -224,7 +226,7 @@ def measure(path: Path) -> FileRecord:
             digest.update(view[:count])
             size += count
             heartbeat.beat()
-    return FileRecord(size, digest.hexdigest(), sample(path, size))
+    return FileRecord(size, digest.text(), sample(path, size))
 
 
 def sample(path: Path, size: int) -> str:
@@ -244,7 +246,7 @@ def check_content(path: Path, name: str, record: FileRecord, depth: Depth) -> No
         if depth == "sample" and record.sample:
             same = sample(path, record.size) == record.sample
         else:
-            same = measure(path).sha256 == record.sha256
+            same = measure(path, record.sha256).sha256 == record.sha256
     except OSError as error:
         raise unreadable(path, error) from error
     if not same:

@@ -298,7 +298,7 @@ def _receive_folder(path: Path, header: dict[str, Any], stream: _Stream) -> dict
         records = {}
         for name, record in manifest.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            records[name] = writer.write_file(folder / name, stream.file(record.size))
+            records[name] = writer.write_file(folder / name, stream.file(record.size), record.sha256)
             if records[name].sha256 != record.sha256:
                 raise Damaged(f"{name} arrived with other bytes than were saved")
         return records

@@ -1,13 +1,15 @@
 """One safetensors file, written straight from the tensors' memory and hashed on the way (writer.write_file).
 
-Used by shards.py. The library's own writer hashes nothing, so that every byte had to be read again for the manifest.
+Used by shards.py, assembly.py, one_file.py and rank_files.py. The library's own writer hashes nothing, so that every
+byte had to be read again for the manifest.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -16,16 +18,27 @@ from erniekit.checkpoint.manifest import FileRecord
 from erniekit.checkpoint.slices import DTYPES
 from erniekit.errors import CheckpointError
 
+T = TypeVar("T")
 Entry = tuple[str, torch.dtype, tuple[int, ...]]
 _NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "U16"}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> FileRecord:
     """A new file of contiguous tensors in host memory, which must stay as they are meanwhile."""
-    # As the library has it: the widest first, so that every tensor begins at a multiple of its element.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    names = in_order(tensors, lambda name: (tensors[name].dtype, name))
     entries = [(name, tensors[name].dtype, tuple(tensors[name].shape)) for name in names]
     return write_stream(path, entries, (tensors[name] for name in names), metadata)
+
+
+def in_order(items: Iterable[T], of: Callable[[T], tuple[torch.dtype, str]]) -> list[T]:
+    """As the library has them: the widest first, so that every tensor begins at a multiple of its element. of: dtype
+    and name."""
+
+    def key(item: T) -> tuple[int, str]:
+        dtype, name = of(item)
+        return -dtype.itemsize, name
+
+    return sorted(items, key=key)
 
 
 def write_stream(
@@ -41,8 +54,13 @@ def _contents(
     yield memoryview(header(entries, metadata))
     for (name, dtype, shape), tensor in zip(entries, tensors, strict=True):
         assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), name
-        if tensor.numel():  # of none there is no view
-            yield tensor.reshape(-1).view(torch.uint8).numpy().data
+        yield from bytes_of(tensor)
+
+
+def bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Of one in host memory, contiguous; of none there is no view."""
+    if tensor.numel():
+        yield tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:

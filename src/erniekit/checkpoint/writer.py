@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from erniekit import heartbeat
 from erniekit.checkpoint.manifest import MANIFEST, FileRecord, Manifest, measure, sample
 from erniekit.errors import CheckpointError
+from erniekit.files.digest import Digest
 from erniekit.log import warn
 
 # A writer fills the folder; files it hashed while writing and returns the records of are not read again.
@@ -48,6 +49,16 @@ class FileOps:
 
     def write(self, fd: int, data: memoryview) -> int:
         return os.write(fd, data)
+
+    def open(self, path: Path) -> int:
+        """A file that is there, to write into it."""
+        return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+
+    def extend(self, path: Path, size: int) -> None:
+        os.truncate(path, size)
+
+    def write_at(self, fd: int, data: memoryview, start: int) -> int:
+        return os.pwrite(fd, data, start)
 
     def sync(self, path: Path) -> None:
         """fsync of a file or a folder."""
@@ -102,20 +113,54 @@ def publish(
     return parent / name
 
 
-def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
-    """Write a new file in pieces and hash it meanwhile; `publish` does not read it again."""
-    digest, size, unsynced = hashlib.sha256(), 0, 0
-    fd = ops.create(path)
+def write_file(path: Path, chunks: Iterable[bytes | memoryview], like: str = "") -> FileRecord:
+    """Write a new file in pieces and hash it meanwhile; `publish` does not read it again. like: a digest that its own
+    is compared with."""
+    digest = Digest(like)
+    views = ((digest, view) for view in _pieces(chunks))
+    size = _pour(ops.create(path), views, lambda fd, view: ops.write(fd, view))
+    record = FileRecord(size, digest.text())
+    remember(path, record)
+    return record
+
+
+def write_stretches(path: Path, stretches: Iterable[tuple[int, Iterable[memoryview]]]) -> list[bytes]:
+    """Stretches, each from its start on, into a file that is there, hashed meanwhile: the sha256 of each. What was
+    written is on disk for good when this returns."""
+    digests: list[Any] = []
+    at = 0
+
+    def views() -> Iterator[tuple[Any, memoryview]]:
+        nonlocal at
+        for start, chunks in stretches:
+            digests.append(hashlib.sha256())
+            at = start
+            yield from ((digests[-1], view) for view in _pieces(chunks))
+
+    def write(fd: int, view: memoryview) -> int:
+        nonlocal at
+        count = ops.write_at(fd, view, at)
+        at += count
+        return count
+
+    _pour(ops.open(path), views(), write)
+    ops.sync(path)  # by who wrote it: another machine's fsync does not reach this one's memory
+    return [digest.digest() for digest in digests]
+
+
+def _pour(fd: int, views: Iterable[tuple[Any, memoryview]], write: Callable[[int, memoryview], int]) -> int:
+    """Each view through `write` and into its digest, both at once; closes the file. Bytes in all."""
+    size, unsynced = 0, 0
     try:
         # One thread each: pieces are hashed in their order.
         with ThreadPoolExecutor(1, "checkpoint-hash") as hasher, ThreadPoolExecutor(1, "checkpoint-sync") as syncer:
             hashed: deque[Future[Any]] = deque()
             synced: Future[Any] = syncer.submit(bool)
-            for view in _pieces(chunks):
+            for digest, view in views:
                 hashed.append(hasher.submit(digest.update, view))
                 size, unsynced = size + len(view), unsynced + len(view)
                 while len(view):
-                    view = view[ops.write(fd, view) :]
+                    view = view[write(fd, view) :]
                 if len(hashed) > _HASHED_LATER:
                     hashed.popleft().result()
                 if unsynced >= _SYNC_EVERY and synced.done():  # the disk is at work from the first bytes on
@@ -126,9 +171,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
                 each.result()
     finally:
         os.close(fd)
-    record = FileRecord(size, digest.hexdigest())
-    remember(path, record)
-    return record
+    return size
 
 
 def _pieces(chunks: Iterable[bytes | memoryview]) -> Iterator[memoryview]:

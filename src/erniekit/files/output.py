@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from erniekit.errors import ConfigError
-from erniekit.files.record import RECORD, NotOurs, OwnedFiles, RecordEntry, content_of, some
+from erniekit.files.record import RECORD, NotOurs, OwnedFiles, RecordEntry, has_digest, some
 from erniekit.files.tokenizer_names import TOKENIZER_FILES
 from erniekit.files.unwritable import way_out
 
@@ -107,9 +107,7 @@ def _adoptable(output: Path) -> dict[str, RecordEntry]:
         listed = _json(folder / MANIFEST).get("files")
         for name, record in (listed if isinstance(listed, dict) else {}).items():
             saved.setdefault(name, set()).add(str(record.get("sha256") if isinstance(record, dict) else ""))
-    found |= {
-        name: RecordEntry() for name in plain if name in saved and content_of(output / name).sha256 in saved[name]
-    }
+    found |= {name: RecordEntry() for name in plain if name in saved and has_digest(output / name, saved[name])}
     return found
 
 

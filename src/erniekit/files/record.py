@@ -7,16 +7,16 @@ replaced or deleted; a symbolic link is never ours.
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from erniekit.errors import ErnieKitError
+from erniekit.files.digest import Digest
 
 RECORD = ".erniekit-files"
 FORMAT = 1
@@ -209,13 +209,14 @@ def some(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def content_of(path: Path) -> Content:
-    digest, size = hashlib.sha256(), 0
+def content_of(path: Path, like: str = "") -> Content:
+    """like: a digest to compare it with (digest.py)."""
+    digest, size = Digest(like), 0
     with path.open("rb", buffering=0) as file:
         while block := file.read(_READ):
             digest.update(block)
             size += len(block)
-    return Content(size, digest.hexdigest(), path.stat().st_mtime_ns)
+    return Content(size, digest.text(), path.stat().st_mtime_ns)
 
 
 def _has_content(path: Path, digests: Sequence[Content]) -> bool:
@@ -223,7 +224,15 @@ def _has_content(path: Path, digests: Sequence[Content]) -> bool:
     alike = [content for content in digests if content.size == found.st_size]
     if any(content.mtime_ns == found.st_mtime_ns for content in alike):
         return True
-    return bool(alike) and content_of(path).sha256 in {content.sha256 for content in alike}
+    return has_digest(path, {content.sha256 for content in alike})
+
+
+def has_digest(path: Path, digests: Iterable[str]) -> bool:
+    """Whether it is one of these; the file is read once for each form that they have."""
+    by_form: dict[str, set[str]] = {}
+    for digest in digests:
+        by_form.setdefault(digest.rpartition(":")[0], set()).add(digest)
+    return any(content_of(path, next(iter(alike))).sha256 in alike for alike in by_form.values())
 
 
 def _is_inside(name: str) -> bool:

@@ -51,9 +51,8 @@ def _in_manifest(folder: Path) -> frozenset[Path]:
         listed = {folder / name: (int(record["size"]), str(record["sha256"])) for name, record in files.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return frozenset()
-    return frozenset(file for file, content in listed.items() if file.is_file() and content_of(file)[:2] == content) | {
-        path
-    }
+    same = (file for file, content in listed.items() if file.is_file() and content_of(file, content[1])[:2] == content)
+    return frozenset(same) | {path}
 
 
 def _is_left_over(name: str) -> bool:

@@ -1,6 +1,6 @@
 """PEFT's adapter folders: adapter_config.json and adapter_model.safetensors, one A and B for each public projection.
 
-Called by adapter_files.py.
+Called by adapter_files.py and together.py.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from erniekit.checkpoint.shards import write_json, write_shards
@@ -34,7 +35,8 @@ from erniekit.lora.score_head import MODULES, headless, write_classes
 from erniekit.lora.settings import LoRASettings
 from erniekit.lora_scale import alpha_of
 
-CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+CONFIG, STEM, PREFIX = "adapter_config.json", "adapter_model", "base_model.model."
+WEIGHTS = f"{STEM}.safetensors"
 
 # Values of PEFT's config that change what the adapter computes, in ways these layers do not.
 _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
@@ -50,11 +52,33 @@ _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
 
 
 def write_peft(folder: Path, adapter: Adapter, model: nn.Module) -> list[Path]:
-    updates = adapter.updates
+    write_shards(folder, STEM, peft_tensors(adapter, model).items(), ONE_FILE)
+    write_peft_settings(folder, adapter, model)
+    return [folder / WEIGHTS, folder / CONFIG]
+
+
+def peft_tensors(adapter: Adapter, model: nn.Module) -> dict[str, torch.Tensor]:
+    """What is in adapter_model.safetensors. Parts that share an A each get a copy: PEFT has no sharing."""
+    updates = _completed(adapter, model).updates
+    tensors = {
+        f"{PREFIX}{name}.lora_{side}.weight": value
+        for name, update in updates.items()
+        for side, value in (("A", update.A), ("B", update.B))
+    }
+    lengths = {name: update.magnitude for name, update in updates.items() if update.magnitude is not None}
+    tensors |= {f"{PREFIX}{name}.lora_magnitude_vector": value for name, value in lengths.items()}
+    if adapter.head is not None:
+        tensors[HEAD] = adapter.head
+    return tensors
+
+
+def write_peft_settings(folder: Path, adapter: Adapter, model: nn.Module) -> None:
+    """All but the tensors, of which shapes alone count."""
+    whole = _completed(adapter, model)
     if peft_experts.has_experts(model):
-        whole = peft_experts.completed(adapter, model)
-        named, updates = peft_experts.named(whole, model), whole.updates
+        named = peft_experts.named(whole, model)
     else:
+        updates = whole.updates
         ranks, scales = {n: u.rank for n, u in updates.items()}, {n: u.scale for n, u in updates.items()}
         named = peft_experts.Named(short_names(list(updates), model), [], ranks, scales)
     odd_rank = {n: rank for n, rank in named.ranks.items() if rank != adapter.rank}
@@ -82,20 +106,13 @@ def write_peft(folder: Path, adapter: Adapter, model: nn.Module) -> list[Path]:
         "modules_to_save": None if adapter.head is None else list(MODULES),
         "use_dora": adapter.dora,
     }
-    # Parts that share an A each get a copy: PEFT has no sharing.
-    tensors = {
-        f"{PREFIX}{name}.lora_{side}.weight": value
-        for name, update in updates.items()
-        for side, value in (("A", update.A), ("B", update.B))
-    }
-    lengths = {name: update.magnitude for name, update in updates.items() if update.magnitude is not None}
-    tensors |= {f"{PREFIX}{name}.lora_magnitude_vector": value for name, value in lengths.items()}
     if adapter.head is not None:
-        tensors[HEAD] = adapter.head
         write_classes(folder, config_of(model).labels)
-    write_shards(folder, WEIGHTS.removesuffix(".safetensors"), tensors.items(), ONE_FILE)
     write_json(folder / CONFIG, config)
-    return [folder / WEIGHTS, folder / CONFIG]
+
+
+def _completed(adapter: Adapter, model: nn.Module) -> Adapter:
+    return peft_experts.completed(adapter, model) if peft_experts.has_experts(model) else adapter
 
 
 def read_peft(folder: Path, model: nn.Module) -> Adapter:

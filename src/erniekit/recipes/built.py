@@ -27,10 +27,9 @@ from erniekit.checkpoint.model_writer import (
 )
 from erniekit.devices.base import Device
 from erniekit.files.tokenizer_names import TOKENIZER_FILES
-from erniekit.lora.adapter import adapter_of
-from erniekit.lora.adapter_files import write_adapter
 from erniekit.lora.inject import in_adapter
 from erniekit.lora.settings import LoRASettings
+from erniekit.lora.together import adapter_files, write_run_adapter
 from erniekit.parallel.engine import Engine
 from erniekit.parallel.gradients import local
 from erniekit.parallel.mesh import World
@@ -117,8 +116,7 @@ class Built:
         if tokenizer != self.folder.path:  # ends of answers are ids of the tokenizer
             copy_side_files(tokenizer, target, GENERATION_FILES)
         if self.lora:
-            adapter = adapter_of(self.whole, self.lora, tensors, base=self.base_name)
-            write_adapter(target, adapter, self.whole, layout)
+            write_run_adapter(target, self.whole, self.lora, tensors, self.base_name, layout)
             if self.base and self.folder.files:  # a base from scratch is in no folder
                 write_base(target, self.base, self.base_name)
             return
@@ -131,8 +129,11 @@ class Built:
             write_generation_config(target, config)
 
     def model_files(self) -> ModelFiles | None:
-        """How all ranks together write the weights; None: adapters are small, one rank writes them."""
-        return None if self.lora else files_of(self.folder.config, self.plan.config.checkpoint.save_format)
+        """How all ranks together write the weights or the adapter; None: one rank does, whatever their size."""
+        layout = self.plan.config.checkpoint.save_format
+        if self.lora:
+            return adapter_files(self.whole, self.lora, layout) if self.world.size > 1 else None
+        return files_of(self.folder.config, layout)
 
     @torch.no_grad()
     def read_weights(self, source: Path) -> None:
