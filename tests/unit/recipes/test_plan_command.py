@@ -35,7 +35,7 @@ def test_a_plan_is_ranked_explained_and_priced(recipe: Path, capsys: pytest.Capt
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"plan     {recipe} on 4 24G of 24 GiB"
     text = "\n".join(lines)
-    for word in ("0.36 billion weights", "data sheet", "tokens/s", "GiB of a rank", "levers", "smallest", "recipe's"):
+    for word in ("361 M weights", "data sheet", "tokens/s", "GiB of a rank", "levers", "smallest", "recipe's"):
         assert word in text
 
 

@@ -54,7 +54,7 @@ def test_a_hung_decoder_is_cut_off_in_time_and_the_next_medium_is_read() -> None
 
 
 def test_a_decoder_that_a_busy_machine_keeps_waiting_is_not_hung_and_one_that_computes_for_ever_is() -> None:
-    limits = MediaLimits(timeout=0.5)
+    limits = MediaLimits(timeout=1)
     with MediaPool(1, limits) as pool, ExitStack() as stack:
         pool.run(header_of("a.png"), "a.png")
         busy = {min(os.sched_getaffinity(0))}
