@@ -140,7 +140,11 @@ def find_model(
     the key of that name; base_verify: of the model below an adapter, where it differs."""
     mode = cast(Verify, verify)
     if not isinstance(folder, (str, os.PathLike)):
-        raise ConfigError(f"a {type(folder).__name__} names no model", where="load", fix="give the path of its folder")
+        raise ConfigError(
+            f"no model is named by {folder!r:.60}, of type {type(folder).__name__}",
+            where="load",
+            fix="give the path of its folder",
+        )
     path = Path(folder).expanduser()
     source = find_source(path) if path.is_dir() else None
     if source is None:

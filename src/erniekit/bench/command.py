@@ -119,7 +119,7 @@ def _warn_of_a_cpu(tiny: bool) -> None:
     from erniekit.devices import pick
 
     if not tiny and pick("auto").handle.type == "cpu":
-        warn("no accelerator here: a CPU may take hours for one of these; --tiny runs toy sizes in a minute")
+        warn("no accelerator here: a CPU may take hours for one of these; --tiny runs toy sizes, each in seconds")
 
 
 def _about_workload(work: Workload) -> str:
@@ -193,7 +193,7 @@ def run_all(
                 break
             worker = waiting or Worker()
             waiting = Worker() if ahead and number + 1 < len(groups) else None
-            worker.run(group, options, out, left)
+            worker.run(group, options, out, left, (len(results) + len(failed), len(work)))
             for each in group:
                 result = _read(out, each)
                 if result is None:
@@ -238,15 +238,26 @@ class Worker:
             [sys.executable, "-m", "erniekit.bench.worker"], stdin=subprocess.PIPE, text=True, env=dict(os.environ)
         )
 
-    def run(self, work: Sequence[Workload], options: BenchOptions, out: Path, seconds: float | None) -> None:
-        """The result is in out/NAME.json; when `seconds` are over, what is measured by then."""
+    def run(
+        self,
+        work: Sequence[Workload],
+        options: BenchOptions,
+        out: Path,
+        seconds: float | None,
+        place: tuple[int, int] = (0, 1),
+    ) -> None:
+        """The result is in out/NAME.json; when `seconds` are over, what is measured by then. place: how many were
+        measured before, and of how many."""
         orders = []
-        for each in work:
+        for number, each in enumerate(work, place[0] + 1):
             file = out / f"{each.name}.json"
             file.unlink(missing_ok=True)
             # The last part of the time is for what has begun already.
             values = {**asdict(options), "seconds": None if seconds is None else BEGIN_WITHIN * seconds}
-            orders.append(json.dumps({"workload": each.name, "options": values, "file": str(file)}) + "\n")
+            shown = f"{number} of {place[1]}" if place[1] > 1 else ""
+            orders.append(
+                json.dumps({"workload": each.name, "options": values, "file": str(file), "place": shown}) + "\n"
+            )
         try:
             self._process.communicate("".join(orders), timeout=seconds)
         except subprocess.TimeoutExpired:

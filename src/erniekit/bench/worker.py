@@ -125,7 +125,7 @@ def main() -> int:
         options = BenchOptions(**order["options"], peers=None if peers is None else tuple(peers))
         work = WORKLOADS[order["workload"]]
         file = Path(order["file"])
-        emit(f"{work.name}: {work.about}")
+        emit(f"{work.name}: {work.about}" + (f" ({place})" if (place := order.get("place")) else ""))
         try:
             result = measure(tiny(work) if options.tiny else work, options, partial(_write, file))
         except Exception:

@@ -280,8 +280,8 @@ def tiny(workload: Workload) -> Workload:
         rows = replace(rows, pictures=min(rows.pictures, 4), picture=TINY_PICTURE)
     peers, also = (tuple(p for p in names if p not in ON_A_CARD) for names in (workload.peers, workload.also))
     keys = {**workload.keys, **({"lora_rank": 8} if workload.lora else {})}
-    if "memory_limit" in keys:
-        keys["memory_limit"] = 1e-6  # nothing fits, so that layers are recomputed here as well
+    if keys.pop("memory_limit", None):  # where few fit: layers are recomputed here as well
+        keys["recompute_granularity"] = "full"
     peers = peers or also[:1]  # what is too slow at the real size is not at this one
     packed = "frozen_base" in keys or str(keys.get("compute_type", "")).startswith("wint")
     apart = workload.apart if packed else {}  # else it is bf16 that rounds

@@ -69,6 +69,7 @@ RULES: tuple[Rule, ...] = (
     adapters.pissa_starts_new_adapters,
     stages.adapters_go_where_the_command_takes_them,
     stages.loss_type_decides_reference,
+    stages.beta_is_above_zero,
     stages.kto_scores_the_end,
     stages.a_teacher_is_of_sft,
     stages.score_heads_are_spread_over_data,

@@ -67,7 +67,7 @@ def check_output(output: str | Path, folders: Mapping[str, str], files: Mapping[
     names = [name for name in _names(output) if name in RUN_FILES or _matches(name, MODEL_FILES)]
     if blocked := sorted(name for name in names if not owned.is_ours(name, entries)):
         raise NotOurs(
-            f"{some(blocked)} in output_dir was not written by this run, or was changed since, and would be replaced",
+            f"output_dir holds {some(blocked)}, not as this run wrote it: what is there would be replaced",
             where=f"output_dir: {output}",
             fix="move it away, or choose another output_dir",
         )

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 STATIC = Path(__file__).parent / "static"
 MAX_EVENTS = 200  # of all browsers that wait for their turn
 USAGE = (
-    "erniekit webui [host=ADDRESS] [port=PORT] [root=DIR,DIR] [--runs DIR,DIR] [idle=MINUTES] [lang=en|zh|auto] "
-    "[--no-token]"
+    "erniekit webui [host=ADDRESS] [port=PORT] [root=DIR,DIR] [--runs DIR,DIR] [idle=MINUTES] "
+    "[name=HOST,HOST] [lang=en|zh|auto] [--no-token]"
 )
 
 

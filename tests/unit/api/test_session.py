@@ -167,7 +167,7 @@ def test_a_loss_or_a_callback_that_cannot_be_one_is_refused_before_anything_is_w
         erniekit.train("recipe.txt", **keys)
     with pytest.raises(ConfigError, match="the first argument is a list, where a recipe belongs"):
         erniekit.train(ROWS, **keys)
-    with pytest.raises(ConfigError, match="a NoneType names no model"):
+    with pytest.raises(ConfigError, match="no model is named by None"):
         erniekit.load(None)
     with pytest.raises(CheckpointError, match="nowhere"):
         erniekit.train(**{**keys, "model_name_or_path": "nowhere"})

@@ -42,6 +42,14 @@ def test_a_reference_that_is_no_second_model_is_not_updated(words):
     assert note(cfg, "ref_model_update_steps").reason
 
 
+@pytest.mark.parametrize("words", [["stage=DPO", "loss_type=ipo"], ["stage=DPO"], ["stage=KTO"]])
+def test_a_beta_of_zero_which_trains_nothing_is_refused(words):
+    with pytest.raises(ConfigError, match="beta is 0, with which"):
+        load([*words, "beta=0"], "train")
+    load([*words, "beta=0.01"], "train")
+    load(["stage=DPO", "loss_type=or", "beta=0"], "train")  # does not use it
+
+
 def test_a_second_model_is_updated_as_asked():
     assert load(["stage=DPO", "fine_tuning=Full", "ref_model_update_steps=10"]).dpo.ref_model_update_steps == 10
 

@@ -65,7 +65,7 @@ def test_a_wrong_folder_is_answered_in_a_few_lines(tmp_path: Path, capsys) -> No
     ("name", "content", "what", "fix"),
     [
         ("a.json", '{\n "data": [{"q": 1}],\n "version": 2}', "one JSON object with `data`, `version`", "jq .data"),
-        ("a.jsonl", '{"foo": 1}', "rows have `foo`", "name the columns"),
+        ("a.jsonl", '{"foo": 1}', "rows have `foo` (a number)", "name the columns"),
         ("a.jsonl", "no json", "line 1 is not JSON: Expecting value (column 1)", "write one JSON object on each line"),
         ("a.jsonl", "\n{'src': ['a'], 'tgt': ['b']}\n", "line 2 is not JSON: Expecting property name", "json.dumps"),
         ("a.jsonl", '{"src": "a", "tgt": "b"},\n', "line 1 is not JSON: Extra data", "without a comma after it"),

@@ -9,7 +9,7 @@ from erniekit.config.note import Note
 from erniekit.config.view import View
 from erniekit.errors import ConfigError
 from erniekit.lora_scale import RSLORA_PLUS, default_alpha
-from erniekit.loss_table import OF_KTO, PREFERENCE_KEYS, SCORE_KEYS, preference_loss
+from erniekit.loss_table import OF_KTO, PREFERENCE_KEYS, PREFERENCE_LOSSES, SCORE_KEYS, preference_loss
 
 _MERGE = "erniekit export BASE lora_path=ADAPTER[,ADAPTER] output_dir=DEST"
 
@@ -72,6 +72,18 @@ def loss_type_decides_reference(run: View) -> Iterator[Note]:
             where=f"{run.origin('ref_model_update_steps')} and {run.origin('reference_logps')}",
             fix="reference_logps: live",
         )
+
+
+def beta_is_above_zero(run: View) -> tuple[Note, ...]:
+    """With 0 a loss is a constant, or divides by it."""
+    kind = "" if run["stage"] == "KTO" else run["loss_type"]
+    of_beta = not kind or (kind in PREFERENCE_LOSSES and not PREFERENCE_LOSSES[kind].log_odds)
+    if run["do_train"] and run["stage"] in ("DPO", "KTO") and run["beta"] == 0 and of_beta:
+        what = f"beta is 0, with which {f'loss_type {kind}' if kind else 'the loss of KTO'} trains nothing"
+        raise ConfigError(
+            what, where=run.origin("beta"), fix="beta: 0.1 is usual; smaller values let the model go further"
+        )
+    return ()
 
 
 def kto_scores_the_end(run: View) -> Iterator[Note]:

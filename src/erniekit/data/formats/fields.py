@@ -27,6 +27,8 @@ class BadRow(ValueError):
 
 def named(value: Any) -> str:
     """The type of a JSON value, for messages."""
+    if isinstance(value, float) and value != value:
+        return "NaN"
     return _JSON_NAMES.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from erniekit.data.formats.fields import named
 from erniekit.errors import DataError
 from erniekit.printable import plain
 
@@ -28,7 +30,11 @@ def described(row: Any) -> str:
     """A row that no reader takes."""
     if not isinstance(row, dict):
         return "rows are not objects"
-    return "rows have " + (", ".join(f"`{plain(str(key), 30)}`" for key in list(row)[:8]) or "no fields")
+    shown = (
+        f"`{plain(str(key), 30)}`" + ("" if isinstance(value, str) else f" ({named(value)})")
+        for key, value in islice(row.items(), 8)
+    )
+    return "rows have " + (", ".join(shown) or "no fields")
 
 
 def undetected(
