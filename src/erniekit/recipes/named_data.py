@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 
 from erniekit.config import RunConfig
+from erniekit.errors import DataError
 
 
 def refuse_missing_data(cfg: RunConfig) -> None:
@@ -16,6 +17,7 @@ def refuse_missing_data(cfg: RunConfig) -> None:
     missing = [path for key in _read_keys(cfg) for path in cfg[key] or () if not os.path.exists(path)]
     if not missing:
         return
+    _refuse_divided(cfg)
     from pathlib import Path
 
     from erniekit.data.storage import LocalFile, as_place, listed_files
@@ -24,6 +26,18 @@ def refuse_missing_data(cfg: RunConfig) -> None:
         if isinstance(place, Path):
             for file in listed_files([place], text=cfg.train.stage == "PT"):  # a pattern
                 LocalFile(Path(file.path)).refuse_other()
+
+
+def _refuse_divided(cfg: RunConfig) -> None:
+    """A single file whose name has a comma, at which keys of several files are divided."""
+    for key in _read_keys(cfg):
+        whole = ",".join(cfg[key] or ())
+        if len(cfg[key] or ()) > 1 and os.path.isfile(whole):
+            raise DataError(
+                "commas separate datasets, and the name of this file has one",
+                where=f"{key}: {whole}",
+                fix=f"write ? for it: {whole.replace(',', '?')}; or rename the file",
+            )
 
 
 def _read_keys(cfg: RunConfig) -> Iterator[str]:

@@ -1,0 +1,28 @@
+"""Datasets that are not there, by the words a person reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from erniekit.config import load
+from erniekit.errors import DataError
+from erniekit.recipes.named_data import refuse_missing_data
+
+
+def test_a_file_whose_name_has_a_comma_is_named_whole_with_how_to_give_it(tmp_path: Path) -> None:
+    file = tmp_path / "a b,c.jsonl"
+    file.write_text('{"src": ["q"], "tgt": ["a"]}\n')
+    with pytest.raises(DataError, match="commas separate datasets") as refused:
+        refuse_missing_data(load([f"train_dataset_path={file}"], "train"))
+    assert refused.value.where == f"train_dataset_path: {file}"
+    pattern = refused.value.fix.removeprefix("write ? for it: ").partition(";")[0]
+    refuse_missing_data(load([f"train_dataset_path={pattern}"], "train"))
+
+
+def test_the_first_of_several_files_that_is_missing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "there.jsonl").write_text('{"src": ["q"], "tgt": ["a"]}\n')
+    with pytest.raises(DataError, match="does not exist") as refused:
+        refuse_missing_data(load([f"train_dataset_path={tmp_path}/there.jsonl,{tmp_path}/gone.jsonl"], "train"))
+    assert refused.value.where == f"{tmp_path}/gone.jsonl"
