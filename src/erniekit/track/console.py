@@ -43,11 +43,11 @@ class ConsoleTracker(Tracker):
     def __init__(self) -> None:
         self._bar: Progress | None = None
         self._start_step = self._total = 0
-        self._began = 0.0
+        self._counted_from = (0, 0.0)  # step and time
 
     def start(self, run: RunInfo) -> None:
         self._start_step, self._total = run.start_step, run.total_steps
-        self._began = time.monotonic()
+        self._counted_from = (run.start_step, time.monotonic())
         if not run.disable_tqdm and sys.stderr.isatty():
             self._bar = Progress(run.total_steps, run.start_step)
 
@@ -83,8 +83,11 @@ class ConsoleTracker(Tracker):
             self._bar = None
 
     def _eta(self, step: int) -> str:
-        done = max(1, step - self._start_step)
-        return duration((time.monotonic() - self._began) / done * (self._total - step))
+        """By the steps since the first that was logged: what comes once (compilation, recording) is before it."""
+        now, (first, began) = time.monotonic(), self._counted_from
+        if first == self._start_step:
+            self._counted_from = (step, now)
+        return duration((now - began) / max(1, step - first) * (self._total - step))
 
 
 def metrics_line(step: int, metrics: Mapping[str, float]) -> str:

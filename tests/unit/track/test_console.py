@@ -11,7 +11,8 @@ import subprocess
 import sys
 import termios
 
-from erniekit.track.console import metrics_line
+from erniekit.track.base import RunInfo
+from erniekit.track.console import ConsoleTracker, metrics_line
 from erniekit.track.progress import summary
 
 RUN = """
@@ -120,6 +121,18 @@ def test_a_pipe_gets_one_plain_line_a_logged_step(tmp_path):
         "after the run",
     ]
     assert done.stderr == "a warning of a library\n"
+
+
+def test_the_time_left_leaves_out_what_the_first_step_takes_once(tmp_path, monkeypatch, capsys):
+    clock = [100.0]
+    monkeypatch.setattr("erniekit.track.console.time.monotonic", lambda: clock[0])
+    tracker = ConsoleTracker()
+    tracker.start(RunInfo(output_dir=tmp_path, total_steps=10, start_step=2, disable_tqdm=True))
+    for step, at in ((3, 700.0), (4, 702.0), (5, 704.0)):  # ten minutes of compilation, then two seconds a step
+        clock[0] = at
+        tracker.log(step, {"loss": 1.0}, "train")
+    etas = [line.rpartition("eta: ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert etas == ["1:10:00", "00:12", "00:10"]
 
 
 def test_disable_tqdm_gives_plain_lines_on_a_terminal_too(tmp_path):
