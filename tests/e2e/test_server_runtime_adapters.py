@@ -139,9 +139,7 @@ def test_a_request_whose_adapter_goes_while_it_is_prepared_is_refused(
             assert comes_true(lambda: grammars._queue.counts()[0] == 1)
             assert change == "replaced" or unload(live, "style") == 200
             assert change == "unloaded" or load(live, "style", "facts", load_inplace=True)[0] == 200
-            assert comes_true(lambda: len(live.engine.models) == len(live.loaded.models)), (
-                "the engine has dropped it"
-            )
+            assert comes_true(lambda: len(live.engine.models) == len(live.loaded.models)), "the engine has dropped it"
         answer = waiting.result(30)
     assert (answer.status_code, says in answer.json()["error"]["message"]) == (status, True)
     assert answer.json()["error"]["param"] == "model"

@@ -29,7 +29,7 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def run(checks: ModuleType, monkeypatch: pytest.MonkeyPatch, out: Path, scripts: dict[str, str], minutes: float) -> int:
-    """main() with checks that run these scripts. One may take twice its seconds: for those that end, a busy machine's."""
+    """main() with checks that run these scripts. Each may take twice its seconds; those that end have many."""
     named = {}
     for name, text in scripts.items():
         (file := out.parent / f"{name}.py").write_text(text, encoding="utf-8")

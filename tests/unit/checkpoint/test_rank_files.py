@@ -80,7 +80,9 @@ class Slow(Named):
     def write(self, fd: int, data: memoryview) -> int:
         if self.names[fd] == SECOND:
             self.pieces += 1
-            until(lambda: len(self.heard) >= self.pieces - 1, f"{self.pieces - 1} signs of life, one of each piece so far")
+            until(
+                lambda: len(self.heard) >= self.pieces - 1, f"{self.pieces - 1} signs of life, one of each piece so far"
+            )
         return super().write(fd, data[:64])
 
 

@@ -7,7 +7,7 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ from support.clock import PATIENCE_S, Clock, comes_true, within
 
 SHORT = ConnectionLimits(idle_s=0.6, headers_s=0.4, body_s=0.5, stalled_s=0.6, behind_s=5.0, most=6)
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
-SOON_S = 20.0  # for what a limit of SHORT closes, on a machine that stands still too; without one it takes 30 s and more
+SOON_S = 20.0  # for what SHORT closes, on a machine that stands still too; other limits leave it open for longer
 POST = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n"
 
 

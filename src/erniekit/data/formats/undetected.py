@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from erniekit.data.formats.fields import ARRAYS
 from erniekit.errors import DataError
 from erniekit.printable import plain
 
@@ -18,7 +19,7 @@ _WHAT = "cannot detect the dataset format"
 
 
 def described(row: Any) -> str:
-    """A row that no reader takes."""
+    """A row that no reader takes, or one of an array."""
     if not isinstance(row, dict):
         return "rows are not objects"
     return "rows have " + (", ".join(f"`{plain(str(key), 30)}`" for key in list(row)[:8]) or "no fields")
@@ -36,6 +37,9 @@ def undetected(path: str | Path, first: Any, problem: str, formats: Iterable[str
         fix = f"stage: CLS trains a classifier on them; for conversations {fix}"
     elif isinstance(first, dict) and "text" in first:
         found, fix = ": rows have `text`, plain text", f"stage: PT trains on plain text; for conversations {fix}"
+    elif isinstance(first, list) and first and isinstance(first[0], dict):
+        found = f": its first row is an array, in which {described(first[0])}"
+        fix = f"an array of rows {ARRAYS}; or write one object per line: jq -c '.[]' FILE > rows.jsonl"
     elif first is None and str(path).lower().removesuffix(".gz").endswith(".txt"):
         found, fix = ": it is plain text", "stage: PT trains on plain text; conversations are JSON, one object per line"
     elif (first is None or not isinstance(first, dict)) and (whole := _one_object(path)) is not None:
