@@ -133,7 +133,7 @@ def _all_ranks(job: Rehearsal, every: bool, quiet: bool, timeline: Wanted | None
         messages = sum(call.op in P2P for call in made)
         calls, groups = len(made) - messages, len({call.group for call in made})
     if not quiet:
-        emit(f"calls    {calls:,} to collectives and {messages:,} messages in {groups} groups")
+        emit(f"calls    {calls:,} to collectives and {counted(messages, 'message')} in {counted(groups, 'group')}")
         for finding in findings:
             for k, line in enumerate(finding.text()):
                 emit(f"{'fault' if k == 0 else '':<9}{line}")
@@ -163,9 +163,8 @@ def _one_rank(job: Rehearsal, rank: int, quiet: bool) -> dict[str, Any]:
     from erniekit.recipes.rehearsal import measured, plan_for, unreported
 
     if rank >= job.layout.size:
-        raise ConfigError(
-            f"--rank {rank}: there {'is' if job.layout.size == 1 else 'are'} {counted(job.layout.size, 'rank')}", where="erniekit rehearse", fix="ranks count from 0"
-        )
+        there = f"there {'is' if job.layout.size == 1 else 'are'} {counted(job.layout.size, 'rank')}"
+        raise ConfigError(f"--rank {rank}: {there}", where="erniekit rehearse", fix="ranks count from 0")
     device = pick(job.config.train.device, job.config.train.no_cuda)
     plan, seconds = predicted_alone(plan_for(job, rank, device), job.micro_batches)
     stage = plan.stages[job.layout.coords(rank)["pp"]] if plan.stages else None
@@ -181,8 +180,9 @@ def _one_rank(job: Rehearsal, rank: int, quiet: bool) -> dict[str, Any]:
     if not quiet:
         peak = f"{found.peak / GIB:.1f} GiB at the most" if found.peak else f"{device.name} does not count its memory"
         emit(f"memory   rank {rank}: {peak}; {planned / GIB:.1f} GiB planned")
+        step = counted(job.micro_batches, "micro-batch", "micro-batches")
         rates = f"{seconds:.2f} s planned" if known else "no plan: rates of this device are not known"
-        emit(f"time     {found.seconds:.2f} s a step of {job.micro_batches} micro-batches, nothing sent; {rates}")
+        emit(f"time     {found.seconds:.2f} s a step of {step}, nothing sent; {rates}")
     return {
         "rank": rank,
         "device": device.name,
