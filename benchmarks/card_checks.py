@@ -42,10 +42,12 @@ def _files(*names: str) -> str:
 
 _ALL = (
     CardCheck(
-        "versions", 280, "benchmarks/versions.py {before} --only A1,E1", "no workload is slower than before by 1 %"
+        "versions", 280, "benchmarks/versions.py {before} --only A1,E1 --profile",
+        "no workload is slower than before by 1 %",
     ),
     CardCheck(
-        "versions-experts", 480, "benchmarks/versions.py {before} --only C1-85 --turns 2 --steps 6", "the same of 21B"
+        "versions-experts", 480, "benchmarks/versions.py {before} --only C1-85 --turns 2 --steps 6 --profile",
+        "the same of 21B",
     ),
     CardCheck(
         "save", 90, "-m pytest -m full -q -s tests/distributed/test_rank_files.py -k two_gib",

@@ -76,7 +76,7 @@ def test_a_card_and_a_cpu_in_one_job_train_as_one_process_does(
     said = jobs[name].wait()
     jobs["one"].wait()
     got, want = jobs[name].losses(), jobs["one"].losses()
-    first, second = (pick(name).wire for name in (first, second))
+    first, second = (pick(name).interconnect for name in (first, second))
     assert f"islands  {first}: rank 0, {second}: rank 1" in said
     assert got == pytest.approx(want, abs=LOSS)
     assert abs(want[0] - want[-1]) > 10 * LOSS, "it must really have trained"
@@ -90,12 +90,14 @@ def test_all_weights_with_a_tied_embedding_on_both_sides_train_too(jobs: dict[st
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["adapters", "all weights"])
-@pytest.mark.parametrize(("wires", "cut"), [(("gpu", "cpu"), 3), (("cpu", "gpu"), 1)], ids=["card first", "CPU first"])
+@pytest.mark.parametrize(
+    ("interconnects", "cut"), [(("gpu", "cpu"), 3), (("cpu", "gpu"), 1)], ids=["card first", "CPU first"]
+)
 def test_in_float64_losses_and_gradients_are_those_of_one_cpu_process(
-    wires: tuple[str, str], cut: int, lora: bool, ranks: Ranks
+    interconnects: tuple[str, str], cut: int, lora: bool, ranks: Ranks
 ) -> None:
     alone = train({}, ("cpu",), lora)
-    answers = [Trained(*got) for got in ranks.run(2, train_in_rank, dict(pp=2, stage_cuts=(cut,)), wires, lora)]
-    check(answers, alone, wires, EXACT)
+    answers = [Trained(*got) for got in ranks.run(2, train_in_rank, dict(pp=2, stage_cuts=(cut,)), interconnects, lora)]
+    check(answers, alone, interconnects, EXACT)
     for got in (alone, *answers):
         assert not got.narrow, f"computed in less than float64: {sorted(set(got.narrow))}"

@@ -27,7 +27,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "fsdp2": ("dense_old", "fsdp2", {}),
     "pp2": ("dense_old", "pp2", dict(compat="erniekit")),  # one A for several projections
     "ep2": ("moe_old", "dp2", EP2),
-    "tp2 with lengths": ("dense_old", "tp2", dict(use_dora=True)),
+    "fsdp2 with lengths": ("dense_old", "fsdp2", dict(use_dora=True)),
     "tp2 fsdp2": ("dense_old", "tp2fsdp2", {}),
 }
 
@@ -76,7 +76,7 @@ def go(ranks: Ranks, place: Path, case: str, output: str, work: Any, *more: Any,
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, marks=[pytest.mark.full] if c in ("tp2 with lengths", "tp2 fsdp2") else []) for c in CASES],
+    [pytest.param(c, marks=[pytest.mark.full] if c in ("fsdp2 with lengths", "tp2 fsdp2") else []) for c in CASES],
 )
 def test_all_ranks_write_the_file_that_one_rank_writes(case: str, ranks: Ranks, place: Path) -> None:
     go(ranks, place, case, f"{case}-one", run)

@@ -33,12 +33,12 @@ _alone: dict[bool, Trained] = {}
 def test_two_vendors_in_one_job_train_as_one_process_does(name: str, lora: bool, ranks: Ranks) -> None:
     if lora not in _alone:
         _alone[lora] = train({}, ("toy",), lora)
-    axes, wires = CASES[name]
-    answers = [Trained(*got) for got in ranks.run(len(wires), train_in_rank, axes, wires, lora)]
+    axes, interconnects = CASES[name]
+    answers = [Trained(*got) for got in ranks.run(len(interconnects), train_in_rank, axes, interconnects, lora)]
     if "tp" in axes:  # the loss of a cut head is formed in fp32
-        check(answers, _alone[lora], wires, 1e-6)
+        check(answers, _alone[lora], interconnects, 1e-6)
         return
-    check(answers, _alone[lora], wires, 1e-9)
+    check(answers, _alone[lora], interconnects, 1e-9)
     # On the CPU twice the same kernels run; on a CPU and a card 1e-9 needs float64 in every operation.
     for got in (_alone[lora], *answers):
         assert not got.narrow, f"computed in less than float64: {sorted(set(got.narrow))}"

@@ -43,7 +43,7 @@ class Trained(NamedTuple):
     norms: list[float]
     gradients: list[Pieces]  # of every step
     weights: Pieces  # at the end
-    staged: list[str]  # the wire of each peer that something was sent to through the host
+    staged: list[str]  # the interconnect of each peer that something was sent to through the host
     narrow: list[str]  # operations on floating-point numbers of less than float64
 
 
@@ -69,19 +69,19 @@ class Narrow(TorchDispatchMode):
         return out
 
 
-def device_of(wire: str) -> Device:
-    if wire in ("toy", "second"):
-        return (second_toy if wire == "second" else toy_device).make()
-    return pick(wire)
+def device_of(interconnect: str) -> Device:
+    if interconnect in ("toy", "second"):
+        return (second_toy if interconnect == "second" else toy_device).make()
+    return pick(interconnect)
 
 
-def train(axes: dict[str, Any], wires: tuple[str, ...], lora: bool) -> Trained:
-    """wires: of each rank, what `device_of` takes."""
+def train(axes: dict[str, Any], interconnects: tuple[str, ...], lora: bool) -> Trained:
+    """interconnects: of each rank, what `device_of` takes."""
     layout = Layout(**axes)
     rank = torch.distributed.get_rank() if layout.size > 1 else 0
-    islands = Islands(wires, ("gloo",) * len(wires)) if len(set(wires)) > 1 else None
+    islands = Islands(interconnects, ("gloo",) * len(interconnects)) if len(set(interconnects)) > 1 else None
     world = World(layout, rank, islands=islands)
-    device = device_of(wires[rank])
+    device = device_of(interconnects[rank])
     with torch.device("meta"):
         model = SPEC.build(config(layers=LAYERS))
         if lora:
@@ -150,14 +150,14 @@ def owned(values: dict[str, torch.Tensor], sharding: Any, rank: int) -> Pieces:
 
 
 def watched(engine: Any) -> list[str]:
-    """The wire of every peer that something is sent to through the host."""
+    """The interconnect of every peer that something is sent to through the host."""
     seen: list[str] = []
     over = getattr(engine.pipeline, "boundary", None)
     if isinstance(over, boundary.IslandBoundary):
         send = over.host.send
 
         def noted(tensor: torch.Tensor, rank: int) -> None:
-            seen.append(over.wires[rank])
+            seen.append(over.interconnects[rank])
             send(tensor, rank)
 
         over.host.send = noted  # type: ignore[method-assign]
@@ -183,7 +183,7 @@ def farthest(pieces: list[Pieces], want: Pieces) -> tuple[float, str]:
     )
 
 
-def check(answers: Sequence[Trained], alone: Trained, wires: tuple[str, ...], close: float) -> None:
+def check(answers: Sequence[Trained], alone: Trained, interconnects: tuple[str, ...], close: float) -> None:
     """Losses, gradients and weights of the ranks against those of one process."""
     for rank, got in enumerate(answers):
         far = max(abs(a - b) / abs(b) for a, b in zip(got.losses, alone.losses, strict=True))
@@ -191,7 +191,7 @@ def check(answers: Sequence[Trained], alone: Trained, wires: tuple[str, ...], cl
         assert got.norms == [n for n in got.norms if abs(n) > 0]
         for a, b in zip(got.norms, alone.norms, strict=True):
             assert abs(a - b) <= 1e-6 * b, "norms, in fp32"
-        assert all(wire != wires[rank] for wire in got.staged), "within an island nothing goes through the host"
+        assert all(one != interconnects[rank] for one in got.staged), "within an island nothing goes through the host"
     assert any(got.staged for got in answers)
     of_steps = [farthest([got.gradients[k] for got in answers], alone.gradients[k]) for k in range(STEPS)]
     far, worst = max(of_steps)

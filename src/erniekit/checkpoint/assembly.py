@@ -36,8 +36,8 @@ Holders = Callable[[str], Sequence[tuple[int, Sequence["Box"]]]]
 Check = Callable[[str, torch.Tensor], None]
 
 
-class Entry(Protocol):
-    """One of our tensors and those of a file: models.names.Entry of a model, lora.together.Views of an adapter."""
+class StoredTensors(Protocol):
+    """One of our tensors and those of a file: models.names.Entry of models, lora.together.PartsOfTensor of adapters."""
 
     @property
     def ours(self) -> str: ...
@@ -53,7 +53,7 @@ class Entry(Protocol):
 class ModelFiles:
     """The same on all ranks: how our tensors are stored in the files, and the checks of a tensor before that."""
 
-    entries: Sequence[Entry]
+    entries: Sequence[StoredTensors]
     check: Check = lambda name, tensor: None
     tag: str = "pt"  # in the files' headers
     limit: int = LIMIT  # bytes of a file
@@ -65,7 +65,7 @@ class Source:
     """One of our tensors, and what is stored of it."""
 
     ours: str
-    entries: tuple[Entry, ...]
+    entries: tuple[StoredTensors, ...]
     stored: tuple[FileTensor, ...]
 
     @property
@@ -176,7 +176,7 @@ def _in_groups(closed: Iterable[list[Source]], least: int) -> Iterator[list[Sour
         yield group
 
 
-def _source(ours: str, entries: tuple[Entry, ...], whole: torch.Tensor) -> Source:
+def _source(ours: str, entries: tuple[StoredTensors, ...], whole: torch.Tensor) -> Source:
     stored = [
         FileTensor(name, piece.dtype, tuple(piece.shape))
         for entry in entries

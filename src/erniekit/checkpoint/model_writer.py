@@ -12,14 +12,13 @@ from pathlib import Path
 import torch
 
 from erniekit.checkpoint import assembly
-from erniekit.checkpoint.assembly import ModelFiles
+from erniekit.checkpoint.assembly import ModelFiles, StoredTensors
 from erniekit.checkpoint.model_folder import SIDE_FILES
 from erniekit.checkpoint.shards import write_json, write_shards
 from erniekit.files.listed import Listed
 from erniekit.files.tokenizer_names import TOKENIZER_FILES
 from erniekit.models import MODELS
 from erniekit.models.config import DecoderConfig
-from erniekit.models.names import Entry
 
 PROCESSOR = ("*processor_config.json", "chat_template.json", "*ernie*vl*.py", "*.ttf")
 
@@ -94,7 +93,7 @@ def copy_side_files(source: Path, target: Path, names: Iterable[str]) -> None:
 
 
 def _pieces(
-    entries: Sequence[Entry], get: Callable[[str], torch.Tensor], dtypes: list[torch.dtype]
+    entries: Sequence[StoredTensors], get: Callable[[str], torch.Tensor], dtypes: list[torch.dtype]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Their tensors in order; the dtypes met are noted for config.json."""
     last, value = "", torch.empty(0)

@@ -19,7 +19,7 @@ from erniekit.checkpoint.slices import DTYPES
 from erniekit.errors import CheckpointError
 
 T = TypeVar("T")
-Entry = tuple[str, torch.dtype, tuple[int, ...]]
+HeaderEntry = tuple[str, torch.dtype, tuple[int, ...]]
 _NAMES = {dtype: name for name, dtype in DTYPES.items() if name != "U16"}
 
 
@@ -42,14 +42,14 @@ def in_order(items: Iterable[T], of: Callable[[T], tuple[torch.dtype, str]]) -> 
 
 
 def write_stream(
-    path: Path, entries: Sequence[Entry], tensors: Iterable[torch.Tensor], metadata: Mapping[str, str]
+    path: Path, entries: Sequence[HeaderEntry], tensors: Iterable[torch.Tensor], metadata: Mapping[str, str]
 ) -> FileRecord:
     """A new file of tensors that come one after the other, in the order of their entries."""
     return writer.write_file(path, _contents(entries, tensors, metadata))
 
 
 def _contents(
-    entries: Sequence[Entry], tensors: Iterable[torch.Tensor], metadata: Mapping[str, str]
+    entries: Sequence[HeaderEntry], tensors: Iterable[torch.Tensor], metadata: Mapping[str, str]
 ) -> Iterator[memoryview]:
     yield memoryview(header(entries, metadata))
     for (name, dtype, shape), tensor in zip(entries, tensors, strict=True):
@@ -63,7 +63,7 @@ def bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
         yield tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+def header(entries: Sequence[HeaderEntry], metadata: Mapping[str, str]) -> bytes:
     """Of tensors that follow each other in this order."""
     fields: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0

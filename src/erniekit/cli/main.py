@@ -69,6 +69,10 @@ def _dispatch(args: list[str]) -> int:
         raise _unknown(command)
     if command not in ("help", "version", "config"):
         require_descriptors()
+    if os.environ.get("RANK", "0") != "0" and command != "train":  # which reads it as the number of a machine
+        from erniekit.launch.plan import drop_stray_rank
+
+        drop_stray_rank()
     part = dict(COMMANDS[command].parts).get(rest[0]) if rest else None
     if part:
         return call(part, rest[1:])

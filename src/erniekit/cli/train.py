@@ -10,7 +10,17 @@ import sys
 
 from erniekit.cli.system_limits import NEEDED_BY_RANKS, require_descriptors
 from erniekit.config import load
-from erniekit.launch.plan import LAUNCH_NAME, choose_devices, inside, launch_name, needed, plan
+from erniekit.launch.plan import (
+    LAUNCH_NAME,
+    check_rank_variables,
+    choose_devices,
+    drop_stray_rank,
+    inside,
+    launch_name,
+    machines,
+    needed,
+    plan,
+)
 from erniekit.launch.start import start
 
 
@@ -21,6 +31,8 @@ def train_command(args: list[str]) -> int:
 
     cfg = load(args, "train")
     if not inside():
+        if machines(cfg) == 1:
+            drop_stray_rank()
         begin(cfg)
         choose_devices(cfg)
         launch = plan(cfg)
@@ -29,5 +41,6 @@ def train_command(args: list[str]) -> int:
             run.check_world(cfg, launch.world)
             take_output(cfg)
             return start(launch, [sys.executable, "-m", "erniekit.cli.launch_rank", "train", *args])
+    check_rank_variables()
     run.run_train(cfg, ["erniekit", "train", *args], launch_name(), begun=not inside() or LAUNCH_NAME in os.environ)
     return 0

@@ -55,6 +55,10 @@ def need(cfg: RunConfig, *names: str) -> None:
     if missing:
         files = ", ".join(cfg.files) or "command line"
         fix = "; ".join(f"{name}: {KEYS[name].help}" for name in missing)
+        if missing == ["eval_dataset_path"]:
+            fix = "eval_dataset_path=FILE, the rows to evaluate"
+            if cfg.given("train_dataset_path"):
+                fix = f"eval_dataset_path={','.join(cfg.data.train_dataset_path)}: train_dataset_path is not read here"
         raise ConfigError(f"{' and '.join(missing)} must be given", where=files, fix=fix)
 
 

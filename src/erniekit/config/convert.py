@@ -43,7 +43,7 @@ def expected(k: Key) -> str:
     if k.choices:
         one = "one of " + ", ".join(c or "''" for c in _choices(k))
     elif k.low is not None and k.high is not None:
-        one += f" from {k.low:g} to {k.high:g}"
+        one += f" from {k.low:g} to {f'{k.high:,.0f}' if k.high >= 1e5 else f'{k.high:g}'}"
     elif k.low is not None:
         one += f", {k.low:g} or more"
     return f"a list, each {one}" if k.is_list else one
@@ -132,7 +132,9 @@ def _mapping(k: Key, value: Any, where: str) -> dict[str, Any]:
 
 def _proposal(k: Key) -> str:
     """What to write instead: an example for numbers, whose help text would not answer the question."""
-    if k.item not in ("int", "float") or k.choices:
+    if k.choices:
+        return k.help + (f" Write one of these, e.g. {k.default}." if k.default and k.default in k.choices else "")
+    if k.item not in ("int", "float"):
         return k.help
     usual = k.default if isinstance(k.default, (int, float)) and k.default > 0 else max(1, k.low or 0)
     return f"write {expected(k)}, e.g. {k.example or format(usual, 'g')}"

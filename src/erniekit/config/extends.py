@@ -25,10 +25,11 @@ def with_bases(name: str, *, standalone: bool = False) -> list[Recipe]:
     while True:
         real = os.path.realpath(name)
         if real in seen:
+            names = [n for n, _ in reversed(found)]
             raise ConfigError(
-                f"recipes extend each other in a circle: {name} again",
+                f"recipes extend each other in a circle: {name} again" if names[1:] else f"{name} extends itself",
                 where=at,
-                fix=f"take `base` out of one of {', '.join(n for n, _ in reversed(found))}",
+                fix=f"take `base` out of {'one of ' if names[1:] else ''}{', '.join(names)}",
             )
         if len(found) == LONGEST:
             raise ConfigError(f"more than {LONGEST} recipes extend each other", where=at, fix="name an earlier base")

@@ -139,6 +139,9 @@ def _read_yaml(text: str, name: str) -> dict[str, FileEntry]:
     return _entries(yaml.SafeLoader(""), node, name)
 
 
+_UNFINISHED = ("a simple key", "a quoted scalar", "a flow sequence", "a flow mapping")
+
+
 def _compose(text: str, name: str) -> Any:
     import yaml
 
@@ -152,6 +155,8 @@ def _compose(text: str, name: str) -> Any:
         return yaml.compose(text, Loader=loader)
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None)
+        if str(getattr(e, "context", "")).endswith(_UNFINISHED):  # found out where the next thing begins
+            mark = e.context_mark
         where = f"{name}:{mark.line + 1}" if mark and not name.startswith(("flag", "key=")) else name
         problem = getattr(e, "problem", None) or getattr(e, "reason", None) or "unreadable"
         raise ConfigError(f"not valid YAML: {problem}", where=where, fix="correct the line") from None

@@ -81,6 +81,7 @@ RULES: tuple[Rule, ...] = (
     stages.shares_of_modalities_need_text,
     schedule.lr_scheduler_is_an_old_name,
     schedule.wsd_says_how_long,
+    schedule.a_run_has_steps,
     schedule.schedule_spans_the_run,
     schedule.warmup_steps_beat_ratio,
     schedule.warmup_fits_the_run,

@@ -175,9 +175,10 @@ class _Cleaning:
     def _tell(self) -> None:
         if self.reasons.total() > _SHOWN:
             emit(f"  ... and {self.reasons.total() - _SHOWN:,} more")
-        why = ", ".join(f"{kind} {count:,}" for kind, count in self.reasons.most_common())
-        why += f" (all listed in {self.removed})" if why else "none"
-        emit(f"{paint(str(self.output), 'bold')}: {counted(self.kept, 'row')}; left out: {why}")
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in self.reasons.most_common())
+        left = f"{counted(self.reasons.total(), 'row')} left out ({kinds}; listed in {self.removed})"
+        left = left if kinds else "none left out"
+        emit(f"{paint(str(self.output), 'bold')}: {counted(self.kept, 'row')}; {left}")
         if not self.kept:
             warn(f"no row is left: {self.output} is empty")
 

@@ -96,6 +96,7 @@ def length_line(sizes: Counter[int], unit: str) -> str:
     numbers_shown = {"min": int(values[0]), **quantile, "max": int(values[-1])}
     bins = np.bincount(np.ceil(np.log2(np.maximum(values, 1))).astype(int), weights=counts)
     first = int(np.flatnonzero(bins)[0])
+    lowest = 2 ** (first - 1) + 1 if first else 1
     bars = "".join(_BARS[int(-(-8 * n // bins.max()))] for n in bins[first:])
     numbers = ", ".join(f"{name} {value:,}" for name, value in numbers_shown.items())
-    return f"{unit}: {numbers}  {bars} ({2**first:,} to {2 ** (len(bins) - 1):,})"
+    return f"{unit}: {numbers}  {bars} ({lowest:,} to {2 ** (len(bins) - 1):,})"

@@ -65,7 +65,7 @@ class Device:
     peak_flops: dict[torch.dtype, float] = field(default_factory=dict)  # dense, per second; empty = unknown
 
     vendor: ClassVar[str] = ""  # who made it: a name in DEVICES
-    fabric: ClassVar[str] = ""  # what its collective library can connect to, where that is not its vendor: see wire
+    fabric: ClassVar[str] = ""  # what its collective library connects to, where not its vendor: `interconnect`
     backend: ClassVar[str] = "gloo"  # of torch.distributed; must also carry tensors of the host
     asynchronous: ClassVar[bool] = False  # calls return before the work is done: streams and events are real
     pins_memory: ClassVar[bool] = False  # copies from and to pinned host memory run parallel to the host's work
@@ -105,7 +105,7 @@ class Device:
         return torch.device(self.type)
 
     @property
-    def wire(self) -> str:
+    def interconnect(self) -> str:
         """Ranks with the same one can form a group over their own collective library."""
         return self.fabric or self.vendor
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import socket
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from erniekit.config import RunConfig
 from erniekit.devices import AUTO, entry_of, named_one
 from erniekit.errors import ConfigError, DeviceError
+from erniekit.log import warn
 from erniekit.printable import counted
 
 DEFAULT_PORT = 8080
@@ -50,6 +51,32 @@ def inside(env: Mapping[str, str] | None = None) -> bool:
     return "TORCHELASTIC_RUN_ID" in env or all(name in env for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
 
 
+def machines(cfg: RunConfig, env: Mapping[str, str] | None = None) -> int:
+    return cfg.launch.nnodes or _number(os.environ if env is None else env, "NNODES", 1)
+
+
+def drop_stray_rank(env: MutableMapping[str, str] | None = None) -> None:
+    """A RANK that a platform or a shell left to a process which is no rank: with it the command would print nothing and
+    keep no records, as ranks other than 0 do."""
+    env = os.environ if env is None else env
+    if not inside(env) and env.get("RANK", "0") != "0" and _number(env, "WORLD_SIZE", 1) == 1:
+        warn(f"RANK={env.pop('RANK')} of the environment is not read: WORLD_SIZE and LOCAL_RANK are not set with it")
+
+
+def check_rank_variables(env: Mapping[str, str] | None = None) -> None:
+    """Of a process that is one of WORLD_SIZE ranks, before torch looks for the others."""
+    env = os.environ if env is None else env
+    ranks = _number(env, "WORLD_SIZE", 1)
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
+    if ranks > 1 and missing:
+        raise ConfigError(
+            f"WORLD_SIZE is {ranks}, and {missing[0]} is not set",
+            where="environment",
+            fix="unset WORLD_SIZE, and erniekit train starts the ranks itself (nproc_per_node; NNODES); or give each "
+            "rank RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+        )
+
+
 def launch_name(env: Mapping[str, str] | None = None) -> str:
     """Of the launcher that started this rank and starts it again after a crash; "" where nothing restarts it.
 
@@ -70,7 +97,7 @@ def needed(launch: LaunchPlan, cfg: RunConfig) -> bool:
 
 def plan(cfg: RunConfig, env: Mapping[str, str] | None = None) -> LaunchPlan:
     env = os.environ if env is None else env
-    nnodes = cfg.launch.nnodes or _number(env, "NNODES", 1)
+    nnodes = machines(cfg, env)
     node_rank = _node_rank(cfg, env, nnodes)
     address, port = _master(cfg, env)
     if nnodes > 1 and not address:

@@ -24,7 +24,7 @@ from erniekit.lora.settings import LoRASettings
 
 
 @dataclass(frozen=True)
-class View:
+class TensorRegion:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     start: int
@@ -34,11 +34,11 @@ class View:
 
 
 @dataclass(frozen=True)
-class Views:
+class PartsOfTensor:
     """One of ours, and the tensors of the file that are parts of it."""
 
     ours: str
-    parts: Mapping[str, View]
+    parts: Mapping[str, TensorRegion]
 
     @property
     def theirs(self) -> tuple[str, ...]:
@@ -59,12 +59,14 @@ def adapter_files(model: nn.Module, settings: LoRASettings, layout: str) -> Mode
     if layout == "paddle":
         return None
     ours = {tensor.untyped_storage()._cdata: name for name, tensor in lora_state(model).items()}
-    found: dict[str, dict[str, View]] = {}
+    found: dict[str, dict[str, TensorRegion]] = {}
     for name, tensor in peft_tensors(adapter_of(model, settings), model).items():
         if (of := ours.get(tensor.untyped_storage()._cdata)) is None:
             return None
-        found.setdefault(of, {})[name] = View(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-    return ModelFiles([Views(name, parts) for name, parts in found.items()], one_file=True)
+        found.setdefault(of, {})[name] = TensorRegion(
+            tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        )
+    return ModelFiles([PartsOfTensor(name, parts) for name, parts in found.items()], one_file=True)
 
 
 def write_run_adapter(

@@ -130,12 +130,12 @@ class HostBoundary:
 class IslandBoundary:
     """A pipeline over islands of unlike devices: direct inside one, through the host between them."""
 
-    def __init__(self, wires: Sequence[str], here: int, direct: Boundary | None, host: Boundary) -> None:
-        """wires: of each pipeline rank; direct: None where this one is its island's only."""
-        self.wires, self.here, self.direct, self.host = list(wires), here, direct, host
+    def __init__(self, interconnects: Sequence[str], here: int, direct: Boundary | None, host: Boundary) -> None:
+        """interconnects: of each pipeline rank; direct: None where this one is its island's only."""
+        self.interconnects, self.here, self.direct, self.host = list(interconnects), here, direct, host
 
     def _to(self, rank: int) -> Boundary:
-        inside = self.direct is not None and self.wires[rank] == self.wires[self.here]
+        inside = self.direct is not None and self.interconnects[rank] == self.interconnects[self.here]
         return self.direct if inside and self.direct is not None else self.host
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
@@ -157,11 +157,11 @@ def boundary_of(world: World, device: Device, group: ProcessGroup) -> Boundary:
     """group: this rank's pipeline. All ranks must call it."""
     if world.islands is None:
         return DirectBoundary(group, device.handle)
-    wires = world.islands.stage_wires(world.layout)
+    interconnects = world.islands.stage_interconnects(world.layout)
     here = world.at["pp"]
     near = world.island_group()
-    direct = DirectBoundary(near, device.handle, wires.index(wires[here])) if near is not None else None
-    return IslandBoundary(wires, here, direct, HostBoundary(group, device))
+    direct = DirectBoundary(near, device.handle, interconnects.index(interconnects[here])) if near is not None else None
+    return IslandBoundary(interconnects, here, direct, HostBoundary(group, device))
 
 
 class _OnHost:

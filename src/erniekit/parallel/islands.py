@@ -18,11 +18,11 @@ ACROSS = "gloo"  # of groups that reach over several islands
 
 @dataclass(frozen=True)
 class Islands:
-    wires: tuple[str, ...]  # of each rank: what its collective library can connect to
+    interconnects: tuple[str, ...]  # of each rank: what its collective library can connect to
     backends: tuple[str, ...]  # of each rank, as torch.distributed names it
 
     def alike(self, ranks: Sequence[int]) -> bool:
-        return len({self.wires[rank] for rank in ranks}) == 1
+        return len({self.interconnects[rank] for rank in ranks}) == 1
 
     def backend(self, ranks: Sequence[int]) -> str:
         """Of a group of these."""
@@ -30,15 +30,15 @@ class Islands:
 
     def describe(self) -> str:
         out, first = [], 0
-        for wire, ranks in groupby(self.wires):
+        for interconnect, ranks in groupby(self.interconnects):
             last = first + len(list(ranks)) - 1
-            out.append(f"{wire}: ranks {first} to {last}" if last > first else f"{wire}: rank {first}")
+            out.append(f"{interconnect}: ranks {first} to {last}" if last > first else f"{interconnect}: rank {first}")
             first = last + 1
         return ", ".join(out)
 
-    def stage_wires(self, layout: Layout) -> list[str]:
+    def stage_interconnects(self, layout: Layout) -> list[str]:
         """Of each pipeline rank."""
-        return [self.wires[layout.rank(pp=pp)] for pp in range(layout.pp)]
+        return [self.interconnects[layout.rank(pp=pp)] for pp in range(layout.pp)]
 
 
 def check_islands(islands: Islands, layout: Layout) -> None:
@@ -47,15 +47,15 @@ def check_islands(islands: Islands, layout: Layout) -> None:
     split = next((s for s in range(layout.pp) if not islands.alike(range(s * each, (s + 1) * each))), None)
     if split is not None:
         first = split * each
-        wires = " and ".join(dict.fromkeys(islands.wires[first : first + each]))
+        interconnects = " and ".join(dict.fromkeys(islands.interconnects[first : first + each]))
         raise PlanError(
-            f"pipeline stage {split} would be on {wires} (ranks {first} to {first + each - 1}), which share no "
+            f"pipeline stage {split} would be on {interconnects} (ranks {first} to {first + each - 1}), which share no "
             f"collective library; {islands.describe()}",
             where="islands, pipeline_parallel_degree",
             fix="choose degrees so that the ranks of a stage (all degrees but the pipeline's multiplied) divide every "
             "island",
         )
-    runs = [wire for wire, _ in groupby(islands.wires)]
+    runs = [interconnect for interconnect, _ in groupby(islands.interconnects)]
     if len(runs) > len(set(runs)):
         raise PlanError(
             f"an island is in several pieces: {islands.describe()}",

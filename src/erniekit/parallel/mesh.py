@@ -80,8 +80,8 @@ class World:
     def island_group(self) -> ProcessGroup | None:
         """Pipeline ranks of one column that share an island; None where there is no other. All ranks must call it."""
         assert self.islands is not None
-        wires = self.islands.wires
-        mine = self._parted(lambda rank: (wires[rank], *(v for a, v in self.layout.coords(rank).items() if a != "pp")))
+        over = self.islands.interconnects
+        mine = self._parted(lambda rank: (over[rank], *(v for a, v in self.layout.coords(rank).items() if a != "pp")))
         return mine if mine is not None and mine.size() > 1 else None
 
     def joined(self, *axes: str, only: tuple[int, ...] = ()) -> ProcessGroup | None:

@@ -181,27 +181,27 @@ def _join(rank: int, size: int, device: Device, layout: Layout, mixes: bool, on_
         return None
     try:
         store, rank, size = next(iter(dist.rendezvous("env://", rank, size, timeout=MEET)))
-        store.set(f"device/{rank}", json.dumps([device.wire, device.backend]))
+        store.set(f"device/{rank}", json.dumps([device.interconnect, device.backend]))
         described = [json.loads(store.get(f"device/{r}").decode()) for r in range(size)]
     except dist.DistError as error:  # stays one: the launcher looks for the rank that ended first, and may start again
         raise dist.DistNetworkError(
             f"rank {rank} could not connect to the others: {str(error).splitlines()[0]} "
             "(where another rank ended first, its log says why)"
         ) from error
-    wires, backends = zip(*described)
-    islands = Islands(wires, backends) if len(set(wires)) > 1 else None
+    interconnects, backends = zip(*described)
+    islands = Islands(interconnects, backends) if len(set(interconnects)) > 1 else None
     if islands is not None:
         _check(islands, layout, mixes, store, rank)
-    device.bind(index_on_node(rank, int(os.environ.get("LOCAL_RANK", "0")), wires) // on_one)
+    device.bind(index_on_node(rank, int(os.environ.get("LOCAL_RANK", "0")), interconnects) // on_one)
     prefix = dist.PrefixStore("erniekit", store)
     backend = device.backend if islands is None else ACROSS
     dist.init_process_group(backend, store=prefix, rank=rank, world_size=size, timeout=TALK)
     return islands
 
 
-def index_on_node(rank: int, local: int, wires: Sequence[str]) -> int:
+def index_on_node(rank: int, local: int, interconnects: Sequence[str]) -> int:
     """Which device of its kind a rank takes: unlike ranks before it on the same machine take others."""
-    return sum(wires[r] == wires[rank] for r in range(rank - local, rank))
+    return sum(interconnects[r] == interconnects[rank] for r in range(rank - local, rank))
 
 
 def _check(islands: Islands, layout: Layout, mixes: bool, store: Any, rank: int) -> None:
@@ -222,7 +222,7 @@ def _check(islands: Islands, layout: Layout, mixes: bool, store: Any, rank: int)
         with suppress(dist.DistError):  # one that has left by now needs no reply
             store.set(f"device/{rank}/read", "")
             if rank == 0:
-                store.wait([f"device/{r}/read" for r in range(len(islands.wires))], PART)
+                store.wait([f"device/{r}/read" for r in range(len(islands.interconnects))], PART)
         raise
 
 

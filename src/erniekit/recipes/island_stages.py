@@ -51,10 +51,11 @@ def cut(cfg: RunConfig, device: Device, world: World, model: DecoderConfig) -> L
         _job(cfg, layout), layout, [1 / s for s in speeds], memories, [stage[0][2] for stage in stages]
     )  # fmt: skip
     how = "given" if given else "measured"
+    over = islands.stage_interconnects(layout)
     for s, (count, taken) in enumerate(zip(counts, found, strict=True)):
         share = speeds[s] / max(speeds)
         emit(
-            f"stage {s}  {counted(count, 'layer')} on {islands.stage_wires(layout)[s]} (speed {share:.2f} of the "
+            f"stage {s}  {counted(count, 'layer')} on {over[s]} (speed {share:.2f} of the "
             f"fastest, {how}; about {taken.total / GIB:.1f} GiB a rank)"
         )
     return replace(layout, stage_cuts=tuple(accumulate(counts))[:-1])

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from erniekit.config import RunConfig, load
+from erniekit.data.report import short
 from erniekit.devices.islands import parse_islands
 from erniekit.early_imports import without_collections
 from erniekit.errors import ConfigError, PlanError
@@ -163,9 +164,9 @@ def _show_job(cfg: RunConfig, job: Job, source: str, place: DevicePool) -> None:
 
     how = f"LoRA rank {job.rank}" if job.rank else "all weights"
     if job.teacher is not None:
-        how += f", a teacher of {costs.parameters(job.teacher) / 1e9:.2f} billion on every rank"
+        how += f", a teacher of {short(costs.parameters(job.teacher))} on every rank"
     emit(
-        f"job      {costs.parameters(job.model) / 1e9:.2f} billion weights ({source}), {cfg.train.stage}, {how}, "
+        f"job      {short(costs.parameters(job.model))} weights ({source}), {cfg.train.stage}, {how}, "
         f"{counted(job.packs, 'sequence')} of {job.length:,} tokens per step, {job.rows} in a micro-batch"
     )
     for text in _notes(cfg):

@@ -141,7 +141,14 @@ def plan_run(cfg: RunConfig, one_process: bool = False) -> RunPlan:
 
 def open_device(cfg: RunConfig) -> DevicePlan:
     """This machine's device, seeded; and fp32 where the device is slow at bf16 and bf16 was not requested."""
-    device = pick(device_here(cfg.parallel.islands, cfg.train.device), cfg.train.no_cuda)
+    name = device_here(cfg.parallel.islands, cfg.train.device)
+    device = pick(name, cfg.train.no_cuda)
+    if cfg.launch.devices and device.vendor == "cpu" and name != "cpu" and not cfg.train.no_cuda:
+        raise DeviceError(
+            f"devices names {', '.join(cfg.launch.devices)}, and torch finds no accelerator here",
+            where=cfg.origin("devices"),
+            fix="erniekit doctor shows what drivers and torch lack; device=cpu trains on the CPU",
+        )
     each = cfg.launch.ranks_per_device
     if each > 1 and device.vendor == "cpu":
         emit(f"note     {Note('ranks_per_device', each, each, 'without effect: on a CPU nproc_per_node sets it')}")

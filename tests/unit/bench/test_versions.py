@@ -29,10 +29,15 @@ def test_each_version_is_the_one_that_runs(tmp_path: Path) -> None:
     for made in (ROOT / "src").iterdir():
         if made.name == "erniekit":
             (other / "erniekit").symlink_to(made)
-    same = versions(other, "--only", "A1", "--turns", "1", "--steps", "2", "--tiny", "--allowed", "0.9")
+    same = versions(other, "--only", "A1", "--turns", "1", "--steps", "2", "--tiny", "--allowed", "0.9", "--profile")
     assert same.returncode == 0, same.stderr
     assert same.stdout.startswith("A1 ")
     assert "times" in same.stdout
+    heading, total = same.stdout.splitlines()[1:3]
+    assert heading.split() == ["ms", "of", "a", "step", "before", "now", "more"]
+    before, now, more = map(float, total.removeprefix("  all kernels").split())
+    assert min(before, now) > 0
+    assert more == pytest.approx(now - before, abs=0.011)
     (other / "erniekit").unlink()
     (other / "erniekit").mkdir()
     (other / "erniekit" / "__init__.py").write_text("raise RuntimeError('the other version')\n")

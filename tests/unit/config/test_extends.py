@@ -65,6 +65,16 @@ def test_a_circle_is_refused_with_the_line_that_closes_it(tree, link, capsys):
     assert len(capsys.readouterr().err.strip().splitlines()) == 3
 
 
+def test_a_recipe_that_extends_itself_is_refused_by_name(tree):
+    tree(run="base: run.yaml\n")
+    found = error("run.yaml")
+    assert (found.what, found.where, found.fix) == (
+        "run.yaml extends itself",
+        "run.yaml:1",
+        "take `base` out of run.yaml",
+    )
+
+
 def test_a_base_that_is_not_there_is_the_fault_of_its_line(tree, capsys):
     tree(run="seed: 1\nbase: run2.yaml\n")
     found = error("run.yaml")

@@ -37,6 +37,22 @@ def test_json_keys_know_their_lines(tmp_path):
     assert entries["learning_rate"].given == 1e-4
 
 
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("seed: 1\ntrain_dataset_path my.jsonl\nmax_steps: 2\n", 2),
+        ("seed: 1\nreport_to: [none, all\nmax_steps: 2\n", 2),
+        ("seed: 1\nstage: 'SFT\nmax_steps: 2\n", 2),
+        ("seed: 1\nmax_steps: 2\n\tbatch_size: 3\n", 3),
+        ("seed: 1\nstage: a: b\n", 2),
+    ],
+)
+def test_yaml_that_cannot_be_read_names_the_line_to_correct(tmp_path, text, line):
+    with pytest.raises(ConfigError, match="not valid YAML") as e:
+        read_file(write(tmp_path, text))
+    assert e.value.where.endswith(f"r.yaml:{line}")
+
+
 @pytest.mark.parametrize("name", ["r.yaml", "r.json"])
 def test_a_key_given_twice_is_refused_with_both_lines(tmp_path, name):
     text = "seed: 1\nbatch_size: 2\nseed: 3\n" if name == "r.yaml" else '{"seed": 1,\n"batch_size": 2,\n"seed": 3}'

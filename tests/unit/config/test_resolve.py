@@ -139,6 +139,13 @@ def test_warmup_longer_than_the_run_is_remarked_upon():
     assert note(load(["warmup_steps=20", "max_steps=200"]), "warmup_steps") is None
 
 
+def test_a_run_of_no_steps_is_refused_and_max_steps_0_is_said_to_be_minus_1():
+    with pytest.raises(ConfigError, match="nothing would be trained"):
+        load(["num_train_epochs=0"], "train")
+    assert "without effect" in note(load(["max_steps=0"], "train"), "max_steps").reason
+    assert note(load(["max_steps=5", "num_train_epochs=0"], "train"), "max_steps") is None
+
+
 def test_the_second_schedule_name_counts_when_the_first_is_not_given():
     cfg = load(["lr_scheduler=cosine"])
     assert cfg.optim.lr_scheduler_type == "cosine"

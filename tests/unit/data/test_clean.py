@@ -157,7 +157,7 @@ def test_files_of_several_formats_are_not_copied_into_one(files, tmp_path: Path,
     assert "one by one" in refused.value.fix
     assert not output.exists()
     assert clean_command([str(other), "--output", str(output), "--dedup"]) == 0
-    assert "1 row; left out: none\n" in capsys.readouterr().out
+    assert "1 row; none left out\n" in capsys.readouterr().out
 
 
 def test_a_file_that_cannot_be_read_does_not_hide_the_others(files, tmp_path: Path, capsys) -> None:

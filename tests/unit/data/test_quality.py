@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from erniekit.data.classification import ClassRow
 from erniekit.data.formats.unpaired import unpaired
 from erniekit.data.preference import Preference
-from erniekit.data.quality import is_near_empty, row_key, size_of
+from erniekit.data.quality import is_near_empty, length_line, row_key, size_of
 from erniekit.data.types import ChatMessage, Conversation
 
 ASKED, SAID, OTHER = ChatMessage("user", "1 + 1?"), ChatMessage("assistant", "2."), ChatMessage("assistant", "3.")
@@ -45,3 +47,9 @@ def test_a_near_empty_answer_is_found_in_judged_answers_and_a_class_has_none():
     assert is_near_empty(unpaired({"prompt": "1 + 1?", "completion": "...", "label": False}))
     assert not is_near_empty(unpaired({"prompt": "...", "completion": "2.", "label": True}))
     assert not is_near_empty([ClassRow("...", "en")])
+
+
+def test_the_bars_of_lengths_cover_the_shortest_and_the_longest() -> None:
+    assert length_line(Counter({14: 3}), "characters").endswith("(9 to 16)")
+    assert length_line(Counter({1: 1, 22: 3}), "characters").endswith("(1 to 32)")
+    assert length_line(Counter({2: 1, 32: 3}), "characters").endswith("(2 to 32)")

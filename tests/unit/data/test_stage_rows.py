@@ -66,11 +66,14 @@ def test_a_wrong_folder_is_answered_in_a_few_lines(tmp_path: Path, capsys) -> No
     [
         ("a.json", '{\n "data": [{"q": 1}],\n "version": 2}', "one JSON object with `data`, `version`", "jq .data"),
         ("a.jsonl", '{"foo": 1}', "rows have `foo`", "name the columns"),
-        ("a.jsonl", "no json", "no row among the first is JSON", "name the columns"),
+        ("a.jsonl", "no json", "line 1 is not JSON: Expecting value (column 1)", "write one JSON object on each line"),
+        ("a.jsonl", "\n{'src': ['a'], 'tgt': ['b']}\n", "line 2 is not JSON: Expecting property name", "json.dumps"),
+        ("a.jsonl", '{"src": "a", "tgt": "b"},\n', "line 1 is not JSON: Extra data", "without a comma after it"),
+        ("a.csv", "src,tgt\n\xe9t\xe9,ao\xfbt\n", "dataset is not UTF-8 text", "save it as UTF-8"),
     ],
 )
 def test_what_a_file_holds_instead_of_rows_is_said(tmp_path: Path, name: str, content: str, what: str, fix: str):
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_text(content, encoding="latin-1")
     with pytest.raises(DataError) as error:
         data_command([str(tmp_path / name)])
     assert what in error.value.what

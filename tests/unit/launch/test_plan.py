@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,16 @@ import pytest
 from erniekit.config import load
 from erniekit.devices import entry_of
 from erniekit.errors import ConfigError, DeviceError
-from erniekit.launch.plan import LaunchPlan, choose_devices, inside, launch_name, needed, plan
+from erniekit.launch.plan import (
+    LaunchPlan,
+    check_rank_variables,
+    choose_devices,
+    drop_stray_rank,
+    inside,
+    launch_name,
+    needed,
+    plan,
+)
 
 
 def planned(words: str = "", **env: str) -> LaunchPlan:
@@ -153,10 +164,43 @@ def test_a_rank_never_launches_again() -> None:
     assert not inside({})
 
 
-def test_planning_imports_no_torch_on_one_device(root: Path) -> None:
-    import subprocess
-    import sys
+def test_a_rank_of_no_world_is_not_read(capsys: pytest.CaptureFixture[str]) -> None:
+    env = {"RANK": "1"}
+    drop_stray_rank(env)
+    assert env == {}
+    assert "RANK=1 of the environment is not read" in capsys.readouterr().err
+    for kept in ({"RANK": "0"}, {"RANK": "1", "WORLD_SIZE": "2"}, {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}):
+        env = dict(kept)
+        drop_stray_rank(env)
+        assert env == kept
+    assert capsys.readouterr().err == ""
 
+
+def test_a_command_in_a_shell_with_a_rank_prints_what_it_always_prints(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"src": ["a"], "tgt": ["b"]}\n')
+    ran = subprocess.run(
+        [sys.executable, "-m", "erniekit", "data", rows],
+        env={**os.environ, "RANK": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0
+    assert "rows.jsonl" in ran.stdout
+    assert "RANK=1" in ran.stderr
+
+
+def test_what_a_rank_needs_to_find_the_others_is_named() -> None:
+    check_rank_variables({})
+    check_rank_variables({"WORLD_SIZE": "1", "RANK": "0"})
+    all_four = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "8080"}
+    check_rank_variables(all_four)
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        with pytest.raises(ConfigError, match=f"WORLD_SIZE is 2, and {name} is not set"):
+            check_rank_variables({key: value for key, value in all_four.items() if key != name})
+
+
+def test_planning_imports_no_torch_on_one_device(root: Path) -> None:
     code = (
         "import sys; from erniekit.launch.plan import plan, needed; from erniekit.config import load;"
         "cfg = load([]); assert not needed(plan(cfg, {'CUDA_VISIBLE_DEVICES': '0'}), cfg);"

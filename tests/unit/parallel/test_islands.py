@@ -15,7 +15,7 @@ def test_a_group_within_an_island_uses_its_own_library_and_one_across_the_host()
     assert CARDS.backend(range(8, 16)) == "cpu:gloo,cuda:nccl"
     assert CARDS.backend((0, 8)) == ACROSS == "gloo"
     assert CARDS.describe() == "gpu: ranks 0 to 7, iluvatar_gpu: ranks 8 to 15"
-    assert CARDS.stage_wires(Layout(pp=4, tp=4)) == ["gpu", "gpu", "iluvatar_gpu", "iluvatar_gpu"]
+    assert CARDS.stage_interconnects(Layout(pp=4, tp=4)) == ["gpu", "gpu", "iluvatar_gpu", "iluvatar_gpu"]
 
 
 def test_a_stage_on_two_kinds_of_device_is_refused_with_both_names() -> None:

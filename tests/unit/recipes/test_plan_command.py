@@ -35,7 +35,7 @@ def test_a_plan_is_ranked_explained_and_priced(recipe: Path, capsys: pytest.Capt
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"plan     {recipe} on 4 24G of 24 GiB"
     text = "\n".join(lines)
-    for word in ("0.36 billion weights", "data sheet", "tokens/s", "GiB of a rank", "levers", "smallest", "recipe's"):
+    for word in ("361 M weights", "data sheet", "tokens/s", "GiB of a rank", "levers", "smallest", "recipe's"):
         assert word in text
 
 
@@ -251,8 +251,8 @@ def test_a_plan_for_unlike_islands_is_written_with_them_and_resolves_to_a_layout
     assert cfg.given("compute_type"), "ranks of unlike devices would each take their own"
     layout = layout_written(target, 16)
     assert layout.describe() == best["layout"]
-    wires = tuple(one.device for one in named for _ in range(one.ranks))
-    check_islands(Islands(wires, ("nccl",) * 16), layout)
+    interconnects = tuple(one.device for one in named for _ in range(one.ranks))
+    check_islands(Islands(interconnects, ("nccl",) * 16), layout)
     shape = shape_of(cfg).config
     assert shape.moe is not None
     kept = check_model(layout, shape.num_layers, shape.moe.experts)

@@ -42,6 +42,19 @@ def wsd_says_how_long(run: View) -> tuple[Note, ...]:
     return ()
 
 
+def a_run_has_steps(run: View) -> Iterator[Note]:
+    if run["max_steps"] > 0 or not run["do_train"]:
+        return
+    if run["num_train_epochs"] == 0:
+        raise ConfigError(
+            "num_train_epochs is 0 and max_steps names no steps: nothing would be trained",
+            where=run.origin("num_train_epochs"),
+            fix="num_train_epochs: 1, or max_steps: N",
+        )
+    if run["max_steps"] == 0:
+        yield from run.remark("max_steps", "without effect: num_train_epochs decides, as with -1")
+
+
 def schedule_spans_the_run(run: View) -> Iterator[Note]:
     if run["decay_steps"] is None and run["max_steps"] > 0:
         yield from run.set("decay_steps", run["max_steps"], "max_steps", quiet=True)

@@ -18,8 +18,8 @@ from erniekit.data.formats.columns import Columns, only_mapped
 from erniekit.data.formats.detection import Detected, guessed
 from erniekit.data.formats.fields import BadRow, is_preference, refuse_media, require
 from erniekit.data.formats.files import MAX_ROW_BYTES, TOO_MANY_DIGITS, Raw, decode, rows
-from erniekit.data.formats.tables import is_table
-from erniekit.data.formats.undetected import undetected
+from erniekit.data.formats.tables import NOT_UTF8, is_table
+from erniekit.data.formats.undetected import NotJson, undetected
 from erniekit.data.preference import Preference
 from erniekit.data.types import Conversation, RowProblem
 from erniekit.errors import DataError
@@ -157,7 +157,7 @@ def parsed(raw: Raw, line_no: int, path: str | Path, read: Callable[[Any], T], c
     except BadRow as bad:
         return RowProblem(str(path), line_no, bad.kind, bad.reason)
     except UnicodeDecodeError as error:
-        return RowProblem(str(path), line_no, "bad_utf8", f"byte {error.start + 1} is not UTF-8; save it as UTF-8")
+        return RowProblem(str(path), line_no, NOT_UTF8, f"byte {error.start + 1} is not UTF-8; save it as UTF-8")
     except json.JSONDecodeError as error:
         return RowProblem(str(path), line_no, "bad_json", f"not JSON: {error.msg} (column {error.colno})")
     except RepeatedKey as error:
@@ -187,10 +187,11 @@ def detect(path: str | Path, vision: bool = False, columns: Columns = ()) -> Det
     seen: Counter[tuple[str, bool]] = Counter()
     found: dict[tuple[str, bool], Detected] = {}
     first: Any = None
+    broken: NotJson | None = None
     example, count, foreign = "", 0, 0
     if columns:
         check_columns(path, columns)
-    for _, raw in islice(rows(path), _LOOK_AT):
+    for line, raw in islice(rows(path), _LOOK_AT):
         count += 1
         if isinstance(raw, RowProblem):
             example = example or raw.reason
@@ -203,8 +204,11 @@ def detect(path: str | Path, vision: bool = False, columns: Columns = ()) -> Det
         except UnicodeDecodeError:
             foreign += 1
             continue
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError) as error:
             foreign += isinstance(raw, bytes) and b"\0" in raw  # UTF-16 without a mark at its beginning
+            foreign += isinstance(error, BadRow) and error.kind == NOT_UTF8
+            if isinstance(raw, bytes) and isinstance(error, json.JSONDecodeError):
+                broken = broken or NotJson(line, raw.decode("utf-8"), f"{error.msg} (column {error.colno})")
             continue
         guess = guessed(only_mapped(row, columns), vision) or guessed(row, vision)
         if guess:
@@ -216,9 +220,10 @@ def detect(path: str | Path, vision: bool = False, columns: Columns = ()) -> Det
     if not count or is_empty(path):
         raise no_rows(path)
     if not seen and foreign:
-        raise DataError("dataset is not UTF-8 text", where=str(path), fix="save it as UTF-8, one JSON object per line")
+        fix = "save it as UTF-8" + ("" if is_table(str(path)) else ", one JSON object per line")
+        raise DataError("dataset is not UTF-8 text", where=str(path), fix=fix)
     if not seen:
-        raise undetected(path, first, example, FORMATS)
+        raise undetected(path, first, example, FORMATS, broken)
     # Rows with tools are rare in a file of tool data, and only the chatml reader knows them.
     tools = ("chatml", False)
     alone = tools in seen and not seen.keys() - {tools, ("messages", False)}

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from erniekit import heartbeat
+from erniekit.data.formats.fields import BadRow
 from erniekit.data.thinking import FIELDS
 from erniekit.data.types import UNREADABLE, RowProblem
 from erniekit.errors import DataError
@@ -25,6 +26,8 @@ _ESCAPED, _DOUBLED = re.compile(r'\\"(?!")'), re.compile(r'[^,;|\t\r\n"]""|""[^,
 # Fields that are a number or a flag in other files, and those that are a list there.
 _NUMBERS = ("label", "is_system", "score_delta")
 _LISTS = ("src", "tgt", "response", "sort", "label", "tool_calls")
+_BYTES = re.compile(r"[\udc80-\udcff]")  # as surrogateescape keeps them
+NOT_UTF8 = "bad_utf8"  # the kind of such a row
 _TRUTH = {"true": True, "false": False}
 
 
@@ -123,6 +126,9 @@ def _header(cells: list[str], path: str) -> list[str]:
 def typed(row: TableRow) -> dict[str, Any]:
     """Cells as the fields of that name are elsewhere: numbers, flags, lists."""
     out = dict(row)
+    for field, cell in out.items():
+        if isinstance(cell, str) and not cell.isascii() and _BYTES.search(cell):
+            raise BadRow(NOT_UTF8, f"`{field}` holds bytes that are not UTF-8; save the table as UTF-8")
     for field in (*_LISTS, *FIELDS):
         cell = out.get(field)
         if isinstance(cell, str) and cell.lstrip().startswith("["):

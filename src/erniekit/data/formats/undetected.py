@@ -6,9 +6,10 @@ Called by formats/__init__.py.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from erniekit.data.formats.fields import ARRAYS
 from erniekit.errors import DataError
@@ -18,6 +19,12 @@ _ONE_OBJECT = 16 << 20  # bytes of a .json that is parsed whole to say what it i
 _WHAT = "cannot detect the dataset format"
 
 
+class NotJson(NamedTuple):
+    line: int
+    text: str
+    reason: str
+
+
 def described(row: Any) -> str:
     """A row that no reader takes, or one of an array."""
     if not isinstance(row, dict):
@@ -25,8 +32,11 @@ def described(row: Any) -> str:
     return "rows have " + (", ".join(f"`{plain(str(key), 30)}`" for key in list(row)[:8]) or "no fields")
 
 
-def undetected(path: str | Path, first: Any, problem: str, formats: Iterable[str]) -> DataError:
-    """first: a decoded row that fits no format, None where none could be decoded. problem: of rows that could not."""
+def undetected(
+    path: str | Path, first: Any, problem: str, formats: Iterable[str], broken: NotJson | None = None
+) -> DataError:
+    """first: a decoded row that fits no format, None where none could be decoded. problem: of rows that could not.
+    broken: the first line that is no JSON."""
     named = "name the columns, e.g. columns: {prompt: q, response: a}; or give train_dataset_type / eval_dataset_type: "
     fix = named + ", ".join(formats)
     found = f": {described(first) if first is not None else problem or 'no row among the first is JSON'}"
@@ -48,7 +58,18 @@ def undetected(path: str | Path, first: Any, problem: str, formats: Iterable[str
         inside = next((key for key, value in whole.items() if isinstance(value, list) and value), None)
         if inside is not None and inside.isidentifier() and isinstance(whole[inside][0], dict):
             fix += f"; if `{inside}` holds the rows, save that list as a file: jq .{inside} FILE > rows.json"
+    elif first is None and not problem and broken is not None:
+        found, fix = f": line {broken.line} is not JSON: {broken.reason}", _one_a_line(broken)
     return DataError(_WHAT + found, where=str(path), fix=fix)
+
+
+def _one_a_line(broken: NotJson) -> str:
+    fix, text = "write one JSON object on each line", broken.text.strip()
+    if re.match(r"\{\s*'", text):
+        return f"{fix}; JSON has double quotes: Python's json.dumps writes them, print does not"
+    if text.endswith(","):
+        return f"{fix}, without a comma after it"
+    return fix
 
 
 def _one_object(path: str | Path) -> dict[str, Any] | None:
