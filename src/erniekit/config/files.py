@@ -156,7 +156,7 @@ def _compose(text: str, name: str) -> Any:
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None)
         if str(getattr(e, "context", "")).endswith(_UNFINISHED):  # found out where the next thing begins
-            mark = e.context_mark
+            mark = getattr(e, "context_mark", mark)
         where = f"{name}:{mark.line + 1}" if mark and not name.startswith(("flag", "key=")) else name
         problem = getattr(e, "problem", None) or getattr(e, "reason", None) or "unreadable"
         raise ConfigError(f"not valid YAML: {problem}", where=where, fix="correct the line") from None
