@@ -63,7 +63,7 @@ def serving(limits: ConnectionLimits) -> Iterator[tuple[App, int, Connections]]:
     finally:
         app.go.set()
         server.should_exit = server.force_exit = True
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
 
 
