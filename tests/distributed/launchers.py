@@ -33,7 +33,7 @@ class Launcher:
     out: Path
     err: Path
 
-    def wait(self, seconds: float = 60) -> int:
+    def wait(self, seconds: float = 180) -> int:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             pid, status = os.waitpid(self.pid, os.WNOHANG)

@@ -46,7 +46,7 @@ def test_a_killed_trainer_is_started_again_and_resumes_by_itself(words: dict[str
     words |= dict(max_steps=40, save_steps=10, fine_tuning="Full", compute_type="fp32")
     args = [f"{name}={value}" for name, value in words.items()]
     process = forked(tmp_path / "launcher", lambda: train_command(args))
-    until = time.monotonic() + 60
+    until = time.monotonic() + 240
     while not (tmp_path / "out" / ENDED).is_dir():
         assert time.monotonic() < until, process.said()
         time.sleep(0.01)
@@ -76,7 +76,7 @@ def test_a_killed_trainer_that_started_anew_goes_on_from_its_own_checkpoints(
 
     assert (first := start("first", max_steps=20)).wait() == 0, first.said()
     process = start("anew", overwrite_output_dir=True, seed=7)
-    until = time.monotonic() + 60
+    until = time.monotonic() + 240
     while not ((tmp_path / "out" / "checkpoint-10.aside-1").is_dir() and (tmp_path / "out" / ENDED).is_dir()):
         assert time.monotonic() < until, process.said()
         time.sleep(0.01)

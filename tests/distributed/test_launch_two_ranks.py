@@ -75,7 +75,7 @@ class Runs:
 
     def ranks(self, launcher: Launcher, name: str) -> list[int]:
         """Process ids in the order of ranks, once step `WHEN` is done and long before the end."""
-        until, metrics = time.monotonic() + 90, self.folder / name / "metrics.jsonl"
+        until, metrics = time.monotonic() + 240, self.folder / name / "metrics.jsonl"
         while not (metrics.exists() and WHEN.search(metrics.read_text())):
             assert time.monotonic() < until, launcher.said()
             time.sleep(0.002)
@@ -102,7 +102,7 @@ def runs(paddle: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 def whole(runs: Runs) -> str:
     """The run of two that nobody disturbs."""
     launcher = runs.start("whole")
-    assert launcher.wait(120) == 0, launcher.said()
+    assert launcher.wait(240) == 0, launcher.said()
     return "whole"
 
 
@@ -131,7 +131,7 @@ def test_a_signal_to_one_rank_saves_on_both_and_the_same_command_goes_on(runs: R
     assert not any(line.startswith(("error", "restart")) for line in said)
 
     again = runs.start("told")
-    assert again.wait(120) == 0, again.said()
+    assert again.wait(240) == 0, again.said()
     assert runs.losses("told") == runs.losses(whole), "no step is missing, done twice or different"
     assert runs.bits("told") == runs.bits(whole)
     assert runs.final("told") == runs.final(whole)
@@ -153,7 +153,7 @@ def test_a_rank_that_hangs_is_ended_and_the_restarted_run_ends_with_the_same_bit
         assert time.monotonic() - hung_at < 60, launcher.said()  # ten times as long where it had come to a save
         time.sleep(0.02)
     assert time.monotonic() - hung_at > 3.0, "not before the hard limit"
-    assert launcher.wait(120) == 0, launcher.said()
+    assert launcher.wait(240) == 0, launcher.said()
     said = "\n".join(launcher.said())
     assert f"ended with exit code {EXIT_CODE}" in said or "was ended by SIGKILL" in said
     assert "restart 1 of 1 in 1 s" in said

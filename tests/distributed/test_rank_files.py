@@ -6,7 +6,6 @@ import errno
 import hashlib
 import os
 import time
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from erniekit.devices import pick
 from erniekit.errors import CheckpointError
 from erniekit.parallel.layout import Layout
 from erniekit.parallel.mesh import World
+from support.clock import PATIENCE_S
 from support.fake_sharding import FakeSharding, Held, random_sharding
 from support.memory import memory
 from support.ranks import Ranks
@@ -181,17 +181,28 @@ def test_a_rank_that_does_not_see_the_folder_sends_its_part_as_before(ranks: Ran
     assert all(torch.equal(whole.read(f"{n}/exp_avg"), value_of(n)) for n in SHAPES)
 
 
-def silences(output: str, slow: float) -> float:
-    """The longest time between two signs of life of this rank, in a save for which rank 1 takes its time."""
-    sharding, rank = random_sharding(SHAPES, dist.get_world_size(), 5), dist.get_rank()
-    own, heard = gather.Exchange._write_own, [time.monotonic()]
+def signs_of_life(output: str, wanted: int) -> int:
+    """How many this rank gave after it had written, in a save for which rank 1 takes until all others gave `wanted`."""
+    sharding, rank, size = random_sharding(SHAPES, dist.get_world_size(), 5), dist.get_rank(), dist.get_world_size()
+    own, places, is_done = gather.Exchange._write_own, [Path(output) / f"signs-{r}" for r in range(size)], []
+    places[rank].touch()
+    dist.barrier()
 
     def slowly(self: Any, told: Any) -> dict[str, Any]:
-        until = time.monotonic() + (slow if rank == 1 else 0)
-        while time.monotonic() < until:  # as a disk that takes piece after piece
+        end = time.monotonic() + PATIENCE_S
+        while rank == 1 and time.monotonic() < end:  # as a disk that takes piece after piece
+            if all(place.stat().st_size >= wanted for place in places[:1] + places[2:]):
+                break
             heartbeat.beat()
-            time.sleep(0.1)
-        return own(self, told)
+            time.sleep(0.05)
+        outcome = own(self, told)
+        is_done.append(True)
+        return outcome
+
+    def sign() -> None:
+        if is_done:
+            with places[rank].open("ab") as file:
+                file.write(b".")
 
     def write(folder: Path, whole: Any) -> None:
         assert whole["moments"].write_parts(folder, "optimizer")
@@ -200,19 +211,18 @@ def silences(output: str, slow: float) -> float:
     held = {f"{n}/exp_avg": sharding.local(n, rank, value_of(n)) for n in SHAPES if sharding.boxes(n, rank)}
     gather.Exchange._write_own = slowly  # type: ignore[method-assign]
     try:
-        with heartbeat.listening(lambda: heard.append(time.monotonic())):
+        with heartbeat.listening(sign):
             saves.save(1, {"moments": held}, write, final=True)
     finally:
         gather.Exchange._write_own = own  # type: ignore[method-assign]
         if rank == 0:
             saves.manager.close()
-    return max(b - a for a, b in pairwise(heard))
+    return places[rank].stat().st_size
 
 
 def test_ranks_that_are_done_show_signs_of_life_while_another_writes(ranks: Ranks, tmp_path: Path) -> None:
-    slow = 6.0
-    found = ranks.run(4, silences, str(tmp_path), slow)
-    assert max(found) < slow / 2, found
+    found = ranks.run(4, signs_of_life, str(tmp_path), 3)
+    assert min(found[:1] + found[2:]) >= 3, found
 
 
 def test_a_rank_that_cannot_write_fails_the_save_on_all_and_leaves_nothing(ranks: Ranks, tmp_path: Path) -> None:

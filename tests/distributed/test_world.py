@@ -58,7 +58,7 @@ def start(kinds: list[str], habits: dict[int, str] | None = None) -> list[tuple[
         command = [sys.executable, "-c", CODE, kind, (habits or {}).get(rank, "")]
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         processes.append(subprocess.Popen(command, env={**env, "PATH": "", "OMP_NUM_THREADS": "1"}, **pipes))
-    said = [process.communicate(timeout=60)[0] for process in processes]
+    said = [process.communicate(timeout=240)[0] for process in processes]
     return [(process.returncode, words) for process, words in zip(processes, said)]
 
 

@@ -94,6 +94,7 @@ def test_ctrl_c_stops_the_answer_and_the_server_and_the_next_one_leaves(live):
         terminal.wait_for("[stopped]")
         assert live.idle()
         assert live.engine.load().steps - before < 400, "not to the answer's end"
+        terminal.wait_for_prompt()
         terminal.press(CTRL_C)
         assert terminal.end() == 0
         assert "Traceback" not in terminal.shown
@@ -141,12 +142,15 @@ def test_a_folder_opened_for_a_conversation_ends_with_it(paddle, tmp_path):
         terminal.wait_for("Assistant: ")
         terminal.press(CTRL_C)
         terminal.wait_for("[stopped]")
+        terminal.wait_for_prompt()
         terminal.press("clear\n")
         terminal.wait_for("cleared")
+        terminal.wait_for_prompt()
         terminal.press("again\n")
         terminal.wait_for("Assistant: ", 2)
         terminal.press(CTRL_C)
         terminal.wait_for("[stopped]", 2)
+        terminal.wait_for_prompt()
         began = time.monotonic()
         terminal.press(CTRL_C)
         assert terminal.end() == 0

@@ -112,11 +112,11 @@ def first_step(tiny_model: Path, rows: Path, output: Path, cache: Path) -> float
     process = subprocess.Popen(command, env={**os.environ, "ERNIEKIT_CACHE": str(cache)}, stdout=subprocess.PIPE)
     metrics = output / "metrics.jsonl"
     while not (metrics.exists() and metrics.stat().st_size):
-        assert time.monotonic() - start < 60
+        assert time.monotonic() - start < 240
         assert process.poll() in (None, 0)
         time.sleep(0.02)
     took = time.monotonic() - start
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     assert process.returncode == 0
     return took
 

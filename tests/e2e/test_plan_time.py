@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from support.clock import within
+
 RECIPE = Path(__file__).resolve().parents[2] / "examples/configs/ERNIE-4.5-300B-A47B/sft/run_sft_8k.yaml"
 
 
@@ -36,5 +38,5 @@ def test_a_large_cluster_is_planned_in_seconds_and_the_first_line_comes_at_once(
     assert running.returncode == 0
     assert first.startswith("plan ")
     assert "smallest" in rest
-    assert until_first < 1.0
-    assert spent < most
+    assert within(until_first, 1.0)
+    assert within(spent, most)

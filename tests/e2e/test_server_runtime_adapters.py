@@ -118,7 +118,7 @@ def test_running_streams_go_on_while_adapters_come_and_go(live: Live, place: Pat
         rest = "".join(part.choices[0].delta.content or "" for part in stream if part.choices)
         assert began[name] + rest == expected[name]
     # Its weights are gone with its last answer.
-    assert comes_true(lambda: not any(name.startswith("style") for name in live.engine.models), 10)
+    assert comes_true(lambda: not any(name.startswith("style") for name in live.engine.models))
     assert unload(live, "facts") == 200
 
 
@@ -136,12 +136,10 @@ def test_a_request_whose_adapter_goes_while_it_is_prepared_is_refused(
     with ThreadPoolExecutor(1) as pool:
         with grammars._building:  # the prompt is ready, the schema is not
             waiting = pool.submit(live.chat, model="style", response_format=form, stream=stream)
-            assert comes_true(lambda: grammars._queue.counts()[0] == 1, 10)
+            assert comes_true(lambda: grammars._queue.counts()[0] == 1)
             assert change == "replaced" or unload(live, "style") == 200
             assert change == "unloaded" or load(live, "style", "facts", load_inplace=True)[0] == 200
-            assert comes_true(lambda: len(live.engine.models) == len(live.loaded.models), 10), (
-                "the engine has dropped it"
-            )
+            assert comes_true(lambda: len(live.engine.models) == len(live.loaded.models)), "the engine has dropped it"
         answer = waiting.result(30)
     assert (answer.status_code, says in answer.json()["error"]["message"]) == (status, True)
     assert answer.json()["error"]["param"] == "model"
@@ -181,7 +179,7 @@ def test_an_allowed_folder_that_is_none_is_refused_before_anything_is_loaded(pla
         try:
             until(lambda program=server: "ready: " in program.text or program.process.poll() is not None, seconds=60)
             assert server.process.poll() == 2, server.text
-            until(lambda program=server: "fix:" in program.text, seconds=10)
+            until(lambda program=server: "fix:" in program.text)
             assert server.lines[0] == f"error: lora_dirs names {name!r}, which is not a folder here"
             assert server.lines[1] == "where: lora_dirs: key=value"
             assert server.lines[2].startswith("fix:   check the path, or make the folder first")

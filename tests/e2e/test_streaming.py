@@ -259,7 +259,7 @@ def started(tiny_model: Path, words: dict[str, object], folder: Path, cache: Pat
 
 
 def ended(process: subprocess.Popen) -> None:
-    error = process.communicate(timeout=120)[1]
+    error = process.communicate(timeout=240)[1]
     assert process.returncode == 0, error
 
 

@@ -83,7 +83,7 @@ def test_a_run_outlives_the_page_is_stopped_resumed_reused_evaluated_adapted_ask
             with another_browser(context) as other:  # meanwhile; the first one's own tabs would keep the model loaded
                 look_at_all_tabs(other, second.url, lang, album(kept_pictures(tmp_path)))
             until(lambda: not memory_kib(server.pid), seconds=90)
-            until(lambda: Jobs(folder / HOME, Roots([folder])).get(server.id).state == "stopped", seconds=30)
+            until(lambda: Jobs(folder / HOME, Roots([folder])).get(server.id).state == "stopped")
             server = load_again(context, second.url, lang, folder)
             faults = hands.faults
     finally:

@@ -99,8 +99,8 @@ def test_a_kill_at_any_call_of_a_save_leaves_the_old_checkpoint_or_the_new(resul
 
 
 def test_a_second_trainer_is_refused_until_the_first_is_killed_and_then_takes_over(tmp_path):
-    inside = 0
-    for trial in range(4):
+    inside = trial = 0
+    while trial < 4 or (not inside and trial < 40):  # they do nothing but save, and no moment is sure to be inside one
         with subprocess.Popen(
             [sys.executable, "-c", TRAINER, str(tmp_path)], stdout=subprocess.PIPE, text=True
         ) as first:
@@ -109,8 +109,9 @@ def test_a_second_trainer_is_refused_until_the_first_is_killed_and_then_takes_ov
             for _ in range(3):
                 with pytest.raises(CheckpointError, match=f"pid {first.pid} on "):
                     CheckpointManager(tmp_path).start()
-            time.sleep(0.004 * trial)
+            time.sleep(0.004 * (trial % 4))
             first.send_signal(signal.SIGKILL)
+        trial += 1
         inside += any(path.name.startswith((".tmp-", ".del-", ".old-")) for path in tmp_path.iterdir())
         with CheckpointManager(tmp_path) as second:
             newest = second.latest_good()
@@ -119,4 +120,4 @@ def test_a_second_trainer_is_refused_until_the_first_is_killed_and_then_takes_ov
             assert not [path for path in tmp_path.iterdir() if path.name.startswith((".tmp-", ".del-", ".old-"))]
             for path in second.list():
                 manifest.check(path)
-    assert inside >= 1  # the killed trainers did nothing but save
+    assert inside >= 1

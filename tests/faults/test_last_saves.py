@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from erniekit.checkpoint import manifest
-from faults.rank_runs import TP, RankServer, curve
+from faults.rank_runs import TIMEOUT, TP, RankServer, curve
 from faults.results import fault
 
 pytestmark = pytest.mark.xdist_group("faults")  # in turn: they share a server, and their limits are in seconds
@@ -68,7 +68,7 @@ def test_a_second_run_into_the_folder_is_refused_and_the_first_goes_on_undisturb
 
 
 def wait_for(path: Path) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + TIMEOUT
     while not path.exists():
         assert time.monotonic() < until, f"{path.name} did not come"
         time.sleep(0.01)

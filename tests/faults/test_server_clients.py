@@ -189,7 +189,7 @@ def test_a_second_signal_ends_streams_in_words_too(folder: Path):
         reader.start()
         assert begun.wait(30)
         server.process.send_signal(signal.SIGTERM)
-        until(lambda: stopping(url), seconds=30)  # two signals that come at once count as one
+        until(lambda: stopping(url))  # two signals that come at once count as one
         answering = reader.is_alive()
         began = time.monotonic()
         code = server.end(signal.SIGTERM)
@@ -217,7 +217,7 @@ def test_a_server_asked_to_leave_tells_at_once_what_it_finishes_and_ends_when_as
         assert all(taken.acquire(timeout=30) for _ in range(2))
         server.process.send_signal(number)
         line = "stopping: finishing 2 answers, for 60 s at most; a second Ctrl-C or SIGTERM ends it now"
-        until(lambda: line in server.lines, seconds=10)
+        until(lambda: line in server.lines)
         began = time.monotonic()
         server.end(number)
         assert time.monotonic() - began < 30, "not the 60 s of drain_timeout"
@@ -248,7 +248,7 @@ def test_a_short_answer_is_finished_after_sigterm_and_new_ones_are_turned_away(f
         reader.start()
         assert begun.wait(30)
         server.process.send_signal(signal.SIGTERM)
-        until(lambda: stopping(url), seconds=30)
+        until(lambda: stopping(url))
         reader.join(60)
         assert lines[-1] == "data: [DONE]"
         assert server.process.wait(30) == 0

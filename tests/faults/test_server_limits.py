@@ -79,7 +79,7 @@ def test_a_request_comes_through_between_idle_connections_with_few_descriptors(f
         row.hits = len(links) - left
         assert left < 128 - 32, "more than there were descriptors for"
         assert left >= 20, "those that fit may stay until their deadline"
-        assert took < 15, "2 s, and more where other work shares the cores; not the 30 s that the others may stay"
+        assert took < 25, "2 s, and more where other work shares the cores; not the 30 s that the others may stay"
         if wait_s:
             end = time.monotonic() + wait_s
             while time.monotonic() < end:  # a byte now and then keeps no connection open
@@ -114,7 +114,7 @@ def test_a_reader_that_stalls_is_cut_off_and_costs_nobody_anything(live: Live):
         row.count = row.hits = len(links)
         began = time.monotonic()
         assert live.chat().status_code == 200
-        until(lambda: not any(one.unsent for one in list(shared.open)), seconds=30)  # nobody reads: for ever otherwise
+        until(lambda: not any(one.unsent for one in list(shared.open)))  # nobody reads: for ever otherwise
         row.note = f"cut off within {time.monotonic() - began:.1f} s; 1 s is the limit here"
 
 

@@ -95,7 +95,7 @@ def attacked(url: str, size: int, turns: int, times: int) -> None:
         threads = [threading.Thread(target=attack, args=one) for one in attacks]
         for thread in threads:
             thread.start()
-        until(lambda: http.get(url + "/health").json()["prompts_running"] >= 2, seconds=30)
+        until(lambda: http.get(url + "/health").json()["prompts_running"] >= 2)
         short, health, overlapped = [], [], 0
         while any(thread.is_alive() for thread in threads):
             began = time.monotonic()
@@ -121,10 +121,10 @@ def attacked(url: str, size: int, turns: int, times: int) -> None:
         assert overlapped > 2
         assert row.hits >= 8
         # Most of them: a machine may stand still for seconds in any one. Behind the hostile ones all would wait.
-        assert median(short) < (2 if times == 1 else 5)
-        assert median(health) < 0.5
-        assert max(*short, *health) < 15, "none waits for a hostile one to end"
-        assert comes_true(lambda: http.get(url + "/health").json()["prompts_running"] == 0, 30)
+        assert median(short) < (5 if times == 1 else 10)
+        assert median(health) < 2
+        assert max(*short, *health) < 25, "none waits for a hostile one to end"
+        assert comes_true(lambda: http.get(url + "/health").json()["prompts_running"] == 0)
 
 
 def test_short_prompts_are_answered_while_eight_hostile_ones_are_in_work(live: Live, monkeypatch: pytest.MonkeyPatch):
@@ -161,7 +161,7 @@ def test_a_client_that_leaves_while_its_prompt_is_prepared_frees_the_place(live:
         fits = live.post("/v1/chat/completions", {**talk(90, ""), "max_tokens": 1})
         row.note = f"the next long prompt was looked at after {time.monotonic() - began:.1f} s"
         assert fits.status_code == 400, "it has too many tokens, which is known when it has been prepared"
-        assert time.monotonic() - began < 20, "not the 29 s that are left to the prompts nobody waits for"
+        assert time.monotonic() - began < 30, "not the 50 s that are left to the prompts nobody waits for"
 
 
 def _give_up(url: str, body: dict[str, Any]) -> None:
@@ -193,7 +193,7 @@ def test_a_server_ends_in_time_though_its_tokenizer_and_its_engine_hang(folder: 
             bodies = [{"prompt": "HANG"}, {"prompt": [7, 8], "stream": True}, {"prompt": [7, 8]}]
             for body, said in zip(bodies, heard):
                 threading.Thread(target=_ask, args=(url, "/v1/completions", body, said), daemon=True).start()
-            until(lambda: "hangs: tokenizer" in server.text and "hangs: engine" in server.text, seconds=30)
+            until(lambda: "hangs: tokenizer" in server.text and "hangs: engine" in server.text)
             row.count = row.hits = 2
 
             def all_in_work() -> bool:
@@ -201,11 +201,11 @@ def test_a_server_ends_in_time_though_its_tokenizer_and_its_engine_hang(folder: 
                 load = httpx.get(url + "/health").json()
                 return (load["prompts_running"], load["running"] + load["waiting"], len(heard[1])) == (1, 2, 1)
 
-            until(all_in_work, seconds=30)
+            until(all_in_work)
             began = time.monotonic()
             server.process.send_signal(signal.SIGTERM)
             if signals == 2:
-                until(lambda: stopping(url), seconds=30)  # two signals that come at once count as one
+                until(lambda: stopping(url))  # two signals that come at once count as one
                 server.process.send_signal(signal.SIGTERM)
             code = server.process.wait(60)
             took = time.monotonic() - began
@@ -213,7 +213,7 @@ def test_a_server_ends_in_time_though_its_tokenizer_and_its_engine_hang(folder: 
             assert took < 30, server.text  # not the 60 s of drain_timeout
             assert code == int(signals == 2 and "answers cut off" in server.text), server.text
             if code == 0:
-                until(lambda: len(heard[0]) > 1 and len(heard[1]) > 1 and len(heard[2]) > 1, seconds=30)
+                until(lambda: len(heard[0]) > 1 and len(heard[1]) > 1 and len(heard[2]) > 1)
                 assert (heard[0][0], heard[1][0], heard[2][0]) == ("503", "200", "503")
                 assert all("the server is stopping" in said[-1] for said in heard)
         finally:

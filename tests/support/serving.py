@@ -44,7 +44,7 @@ class Live:
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
         self._thread.start()
         self.http = httpx.Client(timeout=60, limits=httpx.Limits(max_connections=None))
-        until(lambda: self._server.started, seconds=30)
+        until(lambda: self._server.started)
 
     @property
     def engine(self) -> Any:
@@ -132,7 +132,7 @@ class Program:
     def end(self, number: int, seconds: float = 60) -> int:
         self.process.send_signal(number)
         code = self.process.wait(seconds)
-        self._reader.join(5)
+        self._reader.join(20)
         return code
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from erniekit.config import RunConfig, load, refuse_not_yet_supported
 from erniekit.data.types import Batch
 from erniekit.devices import pick
 from erniekit.parallel.world import open_world
+from erniekit.printable import counted
 from erniekit.recipes import stage_of
 from erniekit.recipes.build import build
 from erniekit.recipes.built import Built
@@ -127,7 +128,7 @@ class Ours(Runner):
             return None
         folder, processes = self.task.folder / "pictures", media_processes(self.cfg)
         folder.mkdir(exist_ok=True)
-        self.note = f"{processes} processes decode"
+        self.note = counted(processes, "process decodes", "processes decode")
         return PictureFiles(rows, self.task.vocab, ids, folder, processes, self.task.options.seed)
 
     def close(self) -> None:

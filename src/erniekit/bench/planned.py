@@ -23,6 +23,7 @@ from erniekit.planner.device_pool import DevicePool
 from erniekit.planner.evaluate import Candidate, evaluate
 from erniekit.planner.job import Job
 from erniekit.planner.memory import GIB
+from erniekit.printable import counted
 from erniekit.recipes import plan_check
 from erniekit.recipes.planning import job_of, shape_of
 from erniekit.recipes.run_plan import RunPlan
@@ -142,7 +143,7 @@ def error_table(records: Iterable[Record]) -> list[str]:
     out = ["| run | GiB recorded | planned | | ms recorded | planned | |", "|---|---|---|---|---|---|---|"]
     for record in records:
         e, again = error_of(record), record.facts.again
-        name = record.name + (f" ({again} layers again)" if again else "")
+        name = record.name + (f" ({counted(again, 'layer')} again)" if again else "")
         out.append(
             f"| {name} | {record.peak_gib:.1f} | {e.gib:.1f} | {e.memory:+.1%} | {_ms(record.step_ms)} | {_ms(e.ms)} "
             f"| {e.time:+.1%} |"

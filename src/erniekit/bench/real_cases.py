@@ -10,6 +10,7 @@ from typing import Any
 from erniekit.bench.workloads import FULL, LORA, TINY_PICTURE, WORKLOADS, tiny_model
 from erniekit.errors import ConfigError
 from erniekit.models.released import ERNIE_03B, ERNIE_21B
+from erniekit.printable import counted
 
 
 @dataclass(frozen=True)
@@ -84,4 +85,4 @@ def cut(case: RealCase, layers: int) -> RealCase:
         return case
     last = [layers - 1] * 2 if case.picture else layers - 1  # of text and vision
     model = {**case.model, "num_hidden_layers": layers, "moe_layer_end_index": last}
-    return replace(case, model=model, about=f"{case.about}, {layers} layers", aim=None)
+    return replace(case, model=model, about=f"{case.about}, {counted(layers, 'layer')}", aim=None)

@@ -87,7 +87,7 @@ COMMANDS: dict[str, Command] = {
         "check a distributed run without its cluster: do all ranks' calls match, does a small copy train",
         (
             "erniekit rehearse RECIPE.yaml [key=value ...]   every rank at full size, without memory; needs no device",
-            "  --ranks N          number of ranks; default: the product of the recipe's degrees",
+            "  --ranks N          number of ranks; default: nproc_per_node, else what the degrees need",
             "  --every-rank       check every rank; default: one of each kind",
             "  --micro-batches N  micro-batches per step; default: enough to cover the whole schedule",
             "  --timeline FILE    a step as an SVG picture (- prints it): what ranks compute, transfer and wait for",

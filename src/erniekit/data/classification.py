@@ -16,7 +16,7 @@ import numpy as np
 from erniekit.data.assemble import Assembled, Dropped
 from erniekit.data.formats import CLASS_FORMATS, parsed, reader_of, rows, sole_format
 from erniekit.data.formats.columns import Columns
-from erniekit.data.formats.fields import BadRow, named, refuse_media, require, text, unread
+from erniekit.data.formats.fields import BadRow, named, refuse_media, require, row_named, text, unread
 from erniekit.data.template import Turn
 from erniekit.data.token_cache import RowKind, TokenSource
 from erniekit.data.tokenise import TokeniseJob
@@ -40,7 +40,7 @@ class ClassRow:
 
 def read_row(row: Any) -> ClassRow:
     if not isinstance(row, dict):
-        raise BadRow("not_an_object", f"a row must be an object with `text` and `label`, not {named(row)}")
+        raise BadRow("not_an_object", f"a row must be an object with `text` and `label`, not {row_named(row)}")
     refuse_media(row)
     if row.get("text") is None and row.get("messages") is not None:
         raise BadRow("missing_field", "the row has `messages`; stage CLS reads plain text: write it as `text`")

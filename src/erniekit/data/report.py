@@ -137,7 +137,9 @@ class DataReport:
                 f"{self.file} gives no usable sample "
                 f"({counted(self.rows, 'row')}: {', '.join(reasons) or 'the file is empty'})",
                 where="\n       ".join(first) or self.file,
-                fix="look at a row, its format and max_seq_len; `erniekit data FILE` shows what was read",
+                fix="look at a row, its format and max_seq_len; `erniekit data FILE` shows what was read"
+                if self.rows
+                else "write rows into it, or leave it out",
             )
 
     def lines(self) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from erniekit.data.chunks import RefusedLine
-from erniekit.data.formats.fields import BadRow, named, require, text, texts
+from erniekit.data.formats.fields import BadRow, require, row_named, text, texts
 from erniekit.data.formats.files import decode
 from erniekit.data.text_rows import PlainText
 from erniekit.data.tokenise import Rows
@@ -59,7 +59,7 @@ class TextJob:
             return [text(bytes(raw).decode("utf-8"), "text")]
         row = decode(raw)
         if not isinstance(row, dict):
-            raise BadRow("not_an_object", f"a row must be an object with `{self.json_key}`, not {named(row)}")
+            raise BadRow("not_an_object", f"a row must be an object with `{self.json_key}`, not {row_named(row)}")
         require(row, self.json_key)
         return texts(row[self.json_key], self.json_key)
 

@@ -22,6 +22,7 @@ from erniekit.data import cache_versions, sealed
 from erniekit.data.cache_lock import only_one
 from erniekit.data.formats import FORMATS, PREFERENCE_FORMATS, check_columns, detect
 from erniekit.data.formats.columns import Columns
+from erniekit.data.formats.files import is_array_by_name
 from erniekit.data.preference import PairRules, PairSample
 from erniekit.data.processes import started
 from erniekit.data.report import FAULT, BadRowsFile, DataReport
@@ -259,6 +260,7 @@ def cache_key(job: TokeniseJob, content: str) -> str:
         "thinking": job.thinking,
         "pairs": asdict(job.pairs) if job.pairs else None,
         **({"columns": job.columns} if job.columns else {}),
+        **({"array": True} if is_array_by_name(job.path) else {}),  # the same bytes are one row elsewhere
         **job.more_key(),
         **_reader_key(job.format, job.formats),
     }

@@ -11,6 +11,7 @@ from functools import cached_property
 from math import prod
 
 from erniekit.errors import PlanError
+from erniekit.printable import counted
 
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
 _FIRST = dict.fromkeys(reversed(AXES), 0)
@@ -139,7 +140,7 @@ def fit(world: int, layout: Layout) -> Layout:
         near, needed = [layout.size], str(layout.size)
     smaller = _divisors_that_fit(world, layout)
     raise PlanError(
-        f"{degrees} needs {needed} ranks; there are {world}",
+        f"{degrees} needs {needed} ranks; there {'is' if world == 1 else 'are'} {world}",
         where=", ".join(CONFIG_KEYS[a] for a in AXES if getattr(layout, a) > 1),
         fix=f"start {' or '.join(map(str, near))} ranks, or on {world}: {'; '.join(smaller)}",
     )
@@ -158,7 +159,7 @@ def _with_experts(layout: Layout) -> Layout:
         divisors = [n for n in range(2, pool + 1) if pool % n == 0]
         near = sorted(divisors, key=lambda n: abs(n - layout.ep))[:3]
         raise PlanError(
-            f"expert_parallel_degree={layout.ep} does not divide the {pool} ranks that experts can be dealt to",
+            f"expert_parallel_degree={layout.ep} does not divide the {counted(pool, 'rank')} that experts are dealt to",
             where="expert_parallel_degree, moe_group",
             fix=f"expert_parallel_degree: {' or '.join(map(str, sorted(near)))}" if near else "moe_group: dummy",
         )

@@ -10,6 +10,7 @@ from erniekit.errors import ConfigError
 from erniekit.files.marked_file import state_of, write_marked
 from erniekit.log import emit
 from erniekit.parallel.pipeline_timeline import as_svg, as_text
+from erniekit.printable import counted
 
 if TYPE_CHECKING:
     from erniekit.planner.evaluate import Candidate
@@ -56,7 +57,7 @@ def draw(target: str | Path, ranked: list[Candidate], schedule: str, quiet: bool
     layout = one.layout
     shown = min(one.micro_batches, SHOWN * layout.pp)
     timeline = replay(schedule, layout.pp, layout.virtual_stages, shown, one.times)
-    about = f"{layout.describe()}, {shown} of {one.micro_batches} micro-batches"
+    about = f"{layout.describe()}, {shown} of {counted(one.micro_batches, 'micro-batch', 'micro-batches')}"
     if isinstance(target, Path):
         write_picture(target, as_svg(timeline))
     if not quiet:

@@ -44,15 +44,17 @@ def rehearse_command(args: list[str]) -> int:
         emit(f"rehearse {what}, made small")
         from erniekit.recipes.shrunken import train_shrunken
 
-        ranks = numbers.get("--ranks")
-        layout = None if ranks is None else layout_on(cfg, ranks)
+        ranks, _ = wanted_ranks(cfg, numbers.get("--ranks"))
+        layout = None if ranks is None else layout_on(cfg, numbers.get("--ranks"))
         return train_shrunken(cfg, arguments, numbers["--shrunken"], layout)
     layout = layout_on(cfg, numbers.get("--ranks"))
+    _, source = wanted_ranks(cfg, numbers.get("--ranks"))
     if timeline is not None:
         rehearsed_timeline.placed(timeline, layout.size)  # a cluster that is too small is refused at once
     quiet = "--json" in flags
     if not quiet:
-        emit(f"rehearse {what} on {layout.size} ranks: {layout.describe()}")
+        why = f"; {source}" if source else ""
+        emit(f"rehearse {what} on {counted(layout.size, 'rank')}: {layout.describe()}{why}")
     with tempfile.TemporaryDirectory(prefix="erniekit-rehearse-") as folder:
         from erniekit.recipes import rehearsal
 
@@ -67,7 +69,28 @@ def rehearse_command(args: list[str]) -> int:
     return 1 if result.get("findings") else 0
 
 
-def layout_on(cfg: RunConfig, ranks: int | None) -> Layout:
+def wanted_ranks(cfg: RunConfig, asked: int | None) -> tuple[int | None, str]:
+    """How many there are to be, and what says so where it is the launcher's keys. None: as many as the degrees need."""
+    nproc, nnodes = cfg.launch.nproc_per_node, cfg.launch.nnodes or 1
+    if asked is not None or nproc is None:
+        return asked, ""
+    machines = f" on {nnodes} machines" if nnodes > 1 else ""
+    return nproc * nnodes, f"nproc_per_node is {nproc}{machines} ({cfg.origin('nproc_per_node')})"
+
+
+def layout_on(cfg: RunConfig, asked: int | None) -> Layout:
+    """asked: how many ranks, where --ranks says so."""
+    ranks, source = wanted_ranks(cfg, asked)
+    try:
+        return _layout(cfg, ranks)
+    except PlanError as error:
+        if not source:
+            raise
+        fix = f"{error.fix}; --ranks N rehearses another number"
+        raise PlanError(error.what, where=f"{error.where}; {source}", fix=fix) from error
+
+
+def _layout(cfg: RunConfig, ranks: int | None) -> Layout:
     from erniekit.parallel.layout import AXES, fit
     from erniekit.parallel.world import layout_of
 
@@ -110,7 +133,7 @@ def _all_ranks(job: Rehearsal, every: bool, quiet: bool, timeline: Wanted | None
         messages = sum(call.op in P2P for call in made)
         calls, groups = len(made) - messages, len({call.group for call in made})
     if not quiet:
-        emit(f"calls    {calls:,} to collectives and {messages:,} messages in {groups} groups")
+        emit(f"calls    {calls:,} to collectives and {counted(messages, 'message')} in {counted(groups, 'group')}")
         for finding in findings:
             for k, line in enumerate(finding.text()):
                 emit(f"{'fault' if k == 0 else '':<9}{line}")
@@ -140,9 +163,8 @@ def _one_rank(job: Rehearsal, rank: int, quiet: bool) -> dict[str, Any]:
     from erniekit.recipes.rehearsal import measured, plan_for, unreported
 
     if rank >= job.layout.size:
-        raise ConfigError(
-            f"--rank {rank}: there are {job.layout.size} ranks", where="erniekit rehearse", fix="ranks count from 0"
-        )
+        there = f"there {'is' if job.layout.size == 1 else 'are'} {counted(job.layout.size, 'rank')}"
+        raise ConfigError(f"--rank {rank}: {there}", where="erniekit rehearse", fix="ranks count from 0")
     device = pick(job.config.train.device, job.config.train.no_cuda)
     plan, seconds = predicted_alone(plan_for(job, rank, device), job.micro_batches)
     stage = plan.stages[job.layout.coords(rank)["pp"]] if plan.stages else None
@@ -158,8 +180,9 @@ def _one_rank(job: Rehearsal, rank: int, quiet: bool) -> dict[str, Any]:
     if not quiet:
         peak = f"{found.peak / GIB:.1f} GiB at the most" if found.peak else f"{device.name} does not count its memory"
         emit(f"memory   rank {rank}: {peak}; {planned / GIB:.1f} GiB planned")
+        step = counted(job.micro_batches, "micro-batch", "micro-batches")
         rates = f"{seconds:.2f} s planned" if known else "no plan: rates of this device are not known"
-        emit(f"time     {found.seconds:.2f} s a step of {job.micro_batches} micro-batches, nothing sent; {rates}")
+        emit(f"time     {found.seconds:.2f} s a step of {step}, nothing sent; {rates}")
     return {
         "rank": rank,
         "device": device.name,

@@ -13,6 +13,7 @@ from erniekit.errors import ConfigError
 from erniekit.log import emit
 from erniekit.planner.cards import CARDS, CardRates, rates_of
 from erniekit.planner.cluster import PER_MACHINE, Cluster, Island, parse
+from erniekit.printable import counted
 from erniekit.recipes.plan_timeline import TERMINAL, timeline_target, write_picture
 from erniekit.rehearse.calls import Trace
 from erniekit.rehearse.moments import CountedWork
@@ -60,7 +61,7 @@ def placed(wanted: Wanted, ranks: int) -> Cluster:
     cluster = wanted.cluster
     where = f"--cluster {cluster.text}"
     if cluster.size < ranks:
-        what = f"the run has {ranks} ranks, and the cluster {cluster.size} devices"
+        what = f"the run has {counted(ranks, 'rank')}, and the cluster {counted(cluster.size, 'device')}"
         raise ConfigError(what, where=where, fix=f"a cluster of {ranks} devices, or --ranks {cluster.size}")
     for island in cluster.islands:
         if not island.card.overlaps:

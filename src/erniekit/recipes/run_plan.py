@@ -34,6 +34,7 @@ from erniekit.parallel.cuda_graphs import Graphed
 from erniekit.parallel.mesh import World
 from erniekit.parallel.self_test import check_collectives
 from erniekit.parallel.world import check_model, check_schedule, device_here, open_world
+from erniekit.printable import counted
 from erniekit.recipes import (
     adapters,
     island_stages,
@@ -279,7 +280,7 @@ def _refuse_oversized(cfg: RunConfig, folder: ModelFolder, device: Device, world
     if has and each > available:
         raise DeviceError(
             f"config.json describes a model of {count:,} parameters: {each / 2**30:,.0f} GiB of weights for each of "
-            f"{world.size} ranks, which have {available / 2**30:,.0f} GiB",
+            f"{counted(world.size, 'rank')}, with {available / 2**30:,.0f} GiB",
             where=str(folder.path / "config.json"),
             fix="check its sizes (num_hidden_layers, hidden_size, vocab_size, ...), or use more devices",
         )

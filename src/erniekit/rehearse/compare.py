@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from erniekit.printable import counted
 from erniekit.rehearse.calls import P2P, Call, RankGroup, Trace, span
 
 
@@ -86,8 +87,8 @@ def _rows_travel(group: RankGroup, k: int, here: dict[int, Call]) -> Mismatch | 
             if rows != room:
                 return Mismatch(
                     (rank, other),
-                    f"rank {rank} sends {rows} rows to rank {other}, which has room for {room}, in call {k + 1} of "
-                    f"group {group.describe()}",
+                    f"rank {rank} sends {counted(rows, 'row')} to rank {other}, which has room for {room}, in call "
+                    f"{k + 1} of group {group.describe()}",
                     (f"rank {rank}: {call.with_line()}", f"rank {other}: {here[other].with_line()}"),
                 )
     return None

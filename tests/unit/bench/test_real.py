@@ -68,7 +68,7 @@ def test_a_command_that_fails_is_told_with_its_exit_code_its_last_lines_and_its_
     words = ["--real", "--tiny", "--again", "--only", "sft", "--output_dir", str(tmp_path)]
     words.append("tensor_parallel_degree=2")  # which no rule about keys is against, and one device is
     assert main(["bench", *words]) == 1
-    refused = "tensor_parallel_degree=2 needs a multiple of 2 ranks; there are 1"
+    refused = "tensor_parallel_degree=2 needs a multiple of 2 ranks; there is 1"
     said, log = capsys.readouterr().out, tmp_path / "real-sft.log"
     assert f"sft failed: exit code 2; all it printed is in {log}" in said
     assert f"  error: {refused}" in said

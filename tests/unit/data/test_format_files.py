@@ -127,6 +127,34 @@ def test_arrays_gz_and_parquet_hold_the_same_rows(tmp_path: Path) -> None:
         assert list(read(path, "erniekit")) == want, path.name
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.txt", "rows.jsonl.gz"])
+def test_an_array_in_one_line_of_a_file_of_lines_is_told_with_what_makes_rows_of_it(tmp_path: Path, name: str) -> None:
+    text = json.dumps([ROW, ROW]).encode()
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+    with pytest.raises(DataError) as refused:
+        detect(path)
+    assert refused.value.what.endswith(": its first row is an array, in which rows have `src`, `tgt`")
+    assert refused.value.where == str(path)
+    assert "ends in .json; or write one object per line: jq -c '.[]' FILE > rows.jsonl" in refused.value.fix
+    [(_, problem)] = read(path, "alpaca")
+    assert isinstance(problem, RowProblem)
+    assert problem.reason.endswith("not a list of objects: an array of rows, which is read where the name of its file "
+                                   "ends in .json")  # fmt: skip
+    whole = tmp_path / "rows.json"
+    whole.write_text(json.dumps([ROW, ROW]))
+    assert len(list(read(whole, detect(whole).format))) == 2
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet"])
+def test_a_file_of_no_bytes_is_called_empty_and_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(DataError) as refused:
+        detect(tmp_path / name)
+    assert refused.value.what == "the dataset file is empty, 0 bytes"
+    assert refused.value.where == str(tmp_path / name)
+
+
 def test_arrays_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from erniekit.data.formats import files
 
@@ -192,7 +220,7 @@ def test_empty_and_missing_files(tmp_path: Path) -> None:
     (tmp_path / "c.json").write_bytes(b"[]")
     for name in ("a.jsonl", "b.jsonl", "c.json"):
         assert outcomes(tmp_path / name) == []
-        with pytest.raises(DataError, match="no rows"):
+        with pytest.raises(DataError, match="is empty" if name == "a.jsonl" else "no rows"):
             detect(tmp_path / name)
     with pytest.raises(DataError, match="does not exist"):
         list(read(tmp_path / "none.jsonl", "erniekit"))

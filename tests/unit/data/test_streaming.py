@@ -176,7 +176,7 @@ def test_one_process_reads_and_the_others_wait_for_it(files, streamed) -> None:
     assert waiting.is_alive()
     assert not other._store.writes
     reader.require(20)
-    waiting.join(10)
+    waiting.join(60)
     assert got == [True]
     assert np.array_equal(other.sample(19).ids, reader.sample(19).ids)
     reader.close()  # or killed: the other reads on

@@ -87,6 +87,14 @@ def test_the_cache_goes_by_content_not_by_name(tmp_path, opened, no_tokenising):
     assert moved.report.first_bad[0].file.endswith("b.jsonl")
 
 
+def test_the_same_bytes_under_a_name_that_makes_them_an_array_of_rows_are_read_anew(tmp_path, opened):
+    (tmp_path / "a.json").write_text(text := json.dumps([small_row(1), small_row(2)]))
+    assert len(opened(tmp_path / "a.json", "erniekit")) == 2
+    (tmp_path / "a.jsonl").write_text(text)
+    with pytest.raises(DataError, match=r"1 of 1 row of .*a\.jsonl cannot be used"):
+        opened(tmp_path / "a.jsonl", "erniekit")
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -56,6 +56,12 @@ def test_a_written_number_of_replicas_is_the_only_one_that_fits() -> None:
     assert caught.value.fix.startswith("start 4 ranks, or on 8:")
 
 
+def test_one_rank_is_no_plural() -> None:
+    with pytest.raises(PlanError) as caught:
+        fit(1, Layout(tp=2))
+    assert caught.value.what == "tensor_parallel_degree=2 needs a multiple of 2 ranks; there is 1"
+
+
 def test_explicit_stage_bounds_count_the_embedding_as_entry_zero() -> None:
     layout = layout_of(Section(pipeline_parallel_degree=2, pp_seg_method=("0", "29", "57")))
     assert layout.stage_cuts == (28,), "entry 29 is layer 28: the 300B recipes' cut of 54 layers"

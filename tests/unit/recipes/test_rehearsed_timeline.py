@@ -114,6 +114,7 @@ def test_without_it_nothing_is_counted_or_told(words, capsys, monkeypatch):
         (["--cluster", "8xH200"], "--cluster only says how fast a timeline is"),
         (["--timeline", "-", "--cluster", "8xQ7"], "no data sheet"),
         (["--timeline", "-", "--cluster", "4xH200"], "the run has 8 ranks, and the cluster 4 devices"),
+        (["--timeline", "-", "--cluster", "1xH200"], "the run has 8 ranks, and the cluster 1 device"),
         (["--timeline", "-", "--cluster", "8xCPU"], "nothing overlaps on CPU"),
         (["--timeline", "-", "--rank", "0"], "--rank does not run them"),
         (["--timeline", "-", "--shrunken", "2"], "--shrunken does not run them"),

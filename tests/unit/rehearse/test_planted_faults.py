@@ -159,7 +159,7 @@ def test_rows_for_which_there_is_no_room_are_named():
         comm.all_to_all(torch.zeros(sum(got), 4), torch.zeros(sum(sent), 4), got, sent)
 
     (only,) = faults(recorded(2, run))
-    assert "rank 0 sends 1 rows to rank 1, which has room for 2" in only.what
+    assert "rank 0 sends 1 row to rank 1, which has room for 2" in only.what
 
 
 def test_an_object_that_only_one_rank_gathers_is_named():

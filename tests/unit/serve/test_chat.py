@@ -165,7 +165,7 @@ def test_ctrl_c_stops_the_server_too(live):
     talk = talk_to(live, max_tokens=150, min_tokens=150, temperature=1, seed=3)
 
     def press() -> None:
-        until(lambda: live.engine.load().running == 1, seconds=30)
+        until(lambda: live.engine.load().running == 1)
         os.kill(os.getpid(), signal.SIGINT)
 
     try:

@@ -71,7 +71,7 @@ def test_short_prompts_stay_in_this_process_and_long_ones_leave_it_with_the_same
     assert [is_short(what) for what in kinds] == [True, False, True, False]
 
     async def test(work: PromptWork) -> list[Any]:
-        out = [await work.ids(what, tokenizer, 10**6, 20) for what in kinds]
+        out = [await work.ids(what, tokenizer, 10**6, 60) for what in kinds]
         assert len(work._processes) == 1
         return out
 
@@ -80,17 +80,17 @@ def test_short_prompts_stay_in_this_process_and_long_ones_leave_it_with_the_same
 
 def test_a_process_says_why_there_are_no_ids_and_sees_that_the_files_are_others(tokenizer: Tokenizer):
     async def test(work: PromptWork) -> None:
-        long = await work.ids(LONG, tokenizer, 50, 20)
+        long = await work.ids(LONG, tokenizer, 50, 60)
         assert (long.kind, long.tokens > 50) == ("too long", True)
         tokenizer.chat_template = "{{ raise_exception('no ' + messages[0].role) }}"
-        refused = await work.ids(ChatPrompt([{"role": "user", "content": "a" * 20_000}], None, {}), tokenizer, 50, 20)
+        refused = await work.ids(ChatPrompt([{"role": "user", "content": "a" * 20_000}], None, {}), tokenizer, 50, 60)
         assert refused == Failed("refused", "the chat template refuses it: no user")
         with (tokenizer.folder / "tokenizer_config.json").open("a") as file:
             file.write(" ")
         (tokenizer.folder / "special_tokens_map.json").write_text('{"eos_token": "<s>"}')
         (tokenizer.folder / "tokenizer_config.json").unlink()
         tokenizer.chat_template = None
-        assert (await work.ids(LONG, tokenizer, 50, 20)).kind == "changed"
+        assert (await work.ids(LONG, tokenizer, 50, 60)).kind == "changed"
 
     run(PromptLimits(), test)
 
@@ -99,12 +99,12 @@ def test_at_the_deadline_a_process_is_killed_and_the_next_prompt_gets_a_new_one(
     spin = ChatPrompt([{"role": "user", "content": "x" * 20_000}], None, {"spin": True})
 
     async def test(work: PromptWork) -> None:
-        await work.ids(LONG, tokenizer, 10**6, 20)
+        await work.ids(LONG, tokenizer, 10**6, 60)
         first = work._processes[0]._child.pid
         with pytest.raises(Late):
             await work.ids(spin, tokenizer, 10**6, 0.5)
         assert work.abandoned == 1
-        assert isinstance(await work.ids(LONG, tokenizer, 10**6, 20), list)
+        assert isinstance(await work.ids(LONG, tokenizer, 10**6, 60), list)
         assert first not in [one._child.pid for one in work._processes if one._child is not None]
         await until(lambda: work.load().running == 0)  # the thread of the one that was killed comes back too
         with pytest.raises(ProcessLookupError):
@@ -117,7 +117,7 @@ def test_a_template_that_takes_its_time_over_a_short_prompt_is_given_to_a_proces
     spin = ChatPrompt([{"role": "user", "content": "x"}], None, {"spin": True})
 
     async def test(work: PromptWork) -> None:
-        found = await work.ids(spin, tokenizer, 10**6, 20)
+        found = await work.ids(spin, tokenizer, 10**6, 60)
         assert found.kind == "slow"
         assert len(work._processes) == 1
 
@@ -128,13 +128,13 @@ def test_a_full_queue_turns_away_and_who_leaves_makes_room(tokenizer: Tokenizer,
     hold = TextPrompts(["HOLD"], None)
 
     async def test(work: PromptWork) -> None:
-        tasks = [asyncio.ensure_future(work.ids(hold, tokenizer, 99, 20)) for _ in range(3)]
+        tasks = [asyncio.ensure_future(work.ids(hold, tokenizer, 99, 60)) for _ in range(3)]
         await until(lambda: (work.load().running, work.load().waiting) == (1, 2))
         with pytest.raises(Busy):
-            await work.ids(SHORT, tokenizer, 99, 20)
+            await work.ids(SHORT, tokenizer, 99, 60)
         tasks[2].cancel()
         await until(lambda: work.load().waiting == 1)
-        after = asyncio.ensure_future(work.ids(SHORT, tokenizer, 99, 20))
+        after = asyncio.ensure_future(work.ids(SHORT, tokenizer, 99, 60))
         await until(lambda: work.load().waiting == 2)
         held.set()
         assert isinstance(await after, list)
@@ -157,13 +157,13 @@ def test_threads_that_do_not_come_back_are_replaced_then_refused_and_taken_back(
                     break
             assert (work.load().lost, work.load().stuck) == (lost, True)
             if lost == 1:
-                assert isinstance(await work.ids(SHORT, tokenizer, 99, 20), list), "another thread has taken over"
+                assert isinstance(await work.ids(SHORT, tokenizer, 99, 60), list), "another thread has taken over"
         with pytest.raises(Stuck):
-            await work.ids(SHORT, tokenizer, 99, 20)
+            await work.ids(SHORT, tokenizer, 99, 60)
         held.set()
         while work.load().lost:
             await asyncio.sleep(0.01)
-        assert isinstance(await work.ids(SHORT, tokenizer, 99, 20), list)
+        assert isinstance(await work.ids(SHORT, tokenizer, 99, 60), list)
         while len(work._short.slots) > 1:
             await asyncio.sleep(0.01)
         assert not work.load().stuck
@@ -173,11 +173,11 @@ def test_threads_that_do_not_come_back_are_replaced_then_refused_and_taken_back(
 
 def test_the_end_tells_everybody_who_waits(tokenizer: Tokenizer, held: threading.Event):
     async def test(work: PromptWork) -> None:
-        tasks = [asyncio.ensure_future(work.ids(TextPrompts(["HOLD"], None), tokenizer, 99, 20)) for _ in range(3)]
+        tasks = [asyncio.ensure_future(work.ids(TextPrompts(["HOLD"], None), tokenizer, 99, 60)) for _ in range(3)]
         await until(lambda: (work.load().running, work.load().waiting) == (1, 2))
         began = time.monotonic()
         work.end()
         assert [(await task).kind for task in tasks] == ["stopping"] * 3
-        assert time.monotonic() - began < 10, "at once, not at their deadline of 20 s"
+        assert time.monotonic() - began < 30, "at once, not at their deadline of 60 s"
 
     run(PromptLimits(threads=1), test)

@@ -10,11 +10,12 @@ import pytest
 RUN = """
 import os, signal, sys, time
 from erniekit.train import guard
-guard.TELLS_AFTER_S = 0.2
+guard.TELLS_AFTER_S = 0.2 if sys.argv[1] == "long" else 60
 newest = {"none": lambda: "", "16": lambda: "checkpoint-16"}
 with guard.Signals(newest.get(sys.argv[-1])) as signals:
     os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(float(sys.argv[1]))
+    if sys.argv[1] == "long":  # until the first signal was answered
+        sys.stdin.readline()
     if len(sys.argv) > 2:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(5)
@@ -28,23 +29,28 @@ def ran(*words: str) -> tuple[int, list[str]]:
 
 
 def process(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", RUN, *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    """Of a step that is short, or long: it goes on until the line about the signal stands on the screen."""
+    command, pipe = [sys.executable, "-c", RUN, *words], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as run:
+        assert run.stdout is not None
+        line = run.stdout.readline() if words[0] == "long" else ""
+        out, err = run.communicate("\n", timeout=120)
+    return subprocess.CompletedProcess(command, run.returncode, line + out, err)
 
 
 def test_a_step_that_goes_on_after_a_signal_says_what_a_second_one_does() -> None:
-    code, lines = ran("1.5")
+    code, lines = ran("long")
     assert code == 0
     assert "a second signal (Ctrl-C) ends the run now" in lines[0]
     assert lines[1:] == ["left SIGINT"]
 
 
 def test_a_step_that_ends_soon_says_nothing() -> None:
-    assert ran("0") == (0, ["left SIGINT"])
+    assert ran("short") == (0, ["left SIGINT"])
 
 
 def test_a_second_signal_ends_the_run_at_once() -> None:
-    code, lines = ran("1.5", "again")
+    code, lines = ran("long", "again")
     assert code == 130
     assert len(lines) == 1
 
@@ -54,7 +60,7 @@ def test_a_second_signal_ends_the_run_at_once() -> None:
     [("16", "it resumes from checkpoint-16"), ("none", "it starts again, as there is no checkpoint yet")],
 )
 def test_a_second_signal_says_that_nothing_was_saved_and_what_the_same_command_does(point: str, next_step: str) -> None:
-    done = process("1.5", "again", point)
+    done = process("long", "again", point)
     assert done.returncode == 130
     assert done.stderr.splitlines() == [
         "stopped by SIGINT without a save",
@@ -63,4 +69,4 @@ def test_a_second_signal_says_that_nothing_was_saved_and_what_the_same_command_d
 
 
 def test_where_a_launcher_says_how_a_run_ended_the_rank_says_nothing() -> None:
-    assert process("1.5", "again").stderr == ""
+    assert process("long", "again").stderr == ""

@@ -217,7 +217,7 @@ def detect(path: str | Path, vision: bool = False, columns: Columns = ()) -> Det
             found[guess.format, guess.preference] = before if before and before.vision else guess
         elif first is None:
             first = row
-    if not count:
+    if not count or is_empty(path):
         raise no_rows(path)
     if not seen and foreign:
         fix = "save it as UTF-8" + ("" if is_table(str(path)) else ", one JSON object per line")
@@ -231,10 +231,22 @@ def detect(path: str | Path, vision: bool = False, columns: Columns = ()) -> Det
     return found[seeing[0] if seeing else tools if alone else seen.most_common(1)[0][0]]
 
 
+def is_empty(path: str | Path) -> bool:
+    place = Path(path)
+    return place.is_file() and not place.stat().st_size
+
+
 def no_rows(path: str | Path) -> DataError:
+    if is_empty(path):
+        fix = "write rows into it, or leave it out"
+        return DataError("the dataset file is empty, 0 bytes", where=str(path), fix=fix)
     if is_table(str(path)):
         return DataError("the table has no rows below its header", where=str(path), fix="each line below is a row")
-    return DataError("dataset holds no rows", where=str(path), fix="one JSON object per line is expected")
+    return DataError(
+        "dataset holds no rows",
+        where=str(path),
+        fix="one JSON object per line is expected, in a .json an array of them too",
+    )
 
 
 def check_columns(path: str | Path, columns: Columns) -> None:

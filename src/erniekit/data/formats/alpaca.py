@@ -11,7 +11,7 @@ from typing import Any
 from erniekit.data.formats import pairs
 from erniekit.data.formats.answers import BESIDE, CALLS, answer_text, attached, beside
 from erniekit.data.formats.erniekit import turns
-from erniekit.data.formats.fields import BadRow, holds, named, require, text, unread
+from erniekit.data.formats.fields import BadRow, holds, named, require, row_named, text, unread
 from erniekit.data.formats.message import MessageReader, from_cell
 from erniekit.data.formats.messages import examples, read_tools
 from erniekit.data.preference import Preference
@@ -22,7 +22,7 @@ _ASKED = ("instruction", "question", "prompt")  # what preference sets call the 
 
 def conversations(row: Any, compat: bool) -> list[Conversation]:
     if not isinstance(row, dict):
-        raise BadRow("not_an_object", f"a row must be an object with `instruction` and `output`, not {named(row)}")
+        raise BadRow("not_an_object", f"a row must be an object with `instruction` and `output`, not {row_named(row)}")
     question = _question(row, "instruction", compat)
     given, reader = {} if compat else beside(row), MessageReader(compat)
     if CALLS not in given:
@@ -38,7 +38,7 @@ def conversations(row: Any, compat: bool) -> list[Conversation]:
 
 def preference(row: Any, compat: bool) -> Preference:
     if not isinstance(row, dict):
-        raise BadRow("not_an_object", f"a row must be an object with `chosen` and `rejected`, not {named(row)}")
+        raise BadRow("not_an_object", f"a row must be an object with `chosen` and `rejected`, not {row_named(row)}")
     asked = next((field for field in _ASKED if row.get(field) is not None), "instruction")
     question = _question(row, asked, compat)
     require(row, "chosen", "rejected")

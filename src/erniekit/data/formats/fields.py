@@ -13,6 +13,7 @@ from erniekit.printable import counted, plain
 
 # Fields of rows whose text is about something else than text.
 _MEDIA = ("image", "images", "image_info", "video", "videos", "video_info", "audio", "audios")
+ARRAYS = "is read where the name of its file ends in .json"
 _LONGEST_NAME = 60  # characters
 _JSON_NAMES = {dict: "an object", list: "a list", str: "text", bool: "true/false", type(None): "null"}
 
@@ -30,6 +31,12 @@ def named(value: Any) -> str:
     if isinstance(value, float) and value != value:
         return "NaN"
     return _JSON_NAMES.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
+
+
+def row_named(row: Any) -> str:
+    """The type of a row that should be an object."""
+    rows = isinstance(row, list) and row and isinstance(row[0], dict)
+    return f"{named(row)} of objects: an array of rows, which {ARRAYS}" if rows else named(row)
 
 
 def require(row: Mapping[str, Any], *fields: str) -> None:

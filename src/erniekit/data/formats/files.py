@@ -177,11 +177,16 @@ def _text_rows(stream: Any, path: str, name: str, limit: int) -> Iterator[tuple[
         yield number + 1, RowProblem(path, number + 1, UNREADABLE, f"the file cannot be read further: {error}")
 
 
+def is_array_by_name(name: str) -> bool:
+    """A file of this name that begins with a list is an array of rows, also where it is one line."""
+    return name.lower().removesuffix(".gz").endswith(".json")
+
+
 def _is_array(head: bytes, name: str) -> bool:
     """A JSON array of rows; in .jsonl a line may itself be a list, so there the array must span lines."""
     if not head.startswith(b"["):
         return False
-    if name.lower().removesuffix(".gz").endswith(".json"):
+    if is_array_by_name(name):
         return True
     first = head.partition(b"\n")[0].rstrip()
     return first == b"[" or first[-1:] in (b",", b"{")

@@ -12,7 +12,7 @@ from typing import Any
 
 from erniekit.data.formats import pairs
 from erniekit.data.formats.answers import BESIDE, attached, beside
-from erniekit.data.formats.fields import BadRow, flags, holds, named, require, unread
+from erniekit.data.formats.fields import BadRow, flags, holds, named, require, row_named, unread
 from erniekit.data.formats.message import MessageReader, encodable, from_cell, parsed_json
 from erniekit.data.preference import Preference
 from erniekit.data.types import ChatMessage, Conversation
@@ -50,7 +50,7 @@ def read_messages(
     if isinstance(row, list):  # a line that is the list itself
         row = {field: row}
     if not isinstance(row, dict):
-        raise BadRow("not_an_object", f"a row must be an object with `{field}`, not {named(row)}")
+        raise BadRow("not_an_object", f"a row must be an object with `{field}`, not {row_named(row)}")
     require(row, field)
     items = from_cell(row[field], field)
     if not isinstance(items, list):
@@ -83,7 +83,7 @@ def listed(value: Any, field: str) -> Any:
 def preference(row: Any, compat: bool, field: str = "messages", reader: MessageReader | None = None) -> Preference:
     """field: the one that holds the prompt, if `prompt` does not."""
     if not isinstance(row, dict):
-        raise BadRow("not_an_object", f"a row must be an object with `chosen` and `rejected`, not {named(row)}")
+        raise BadRow("not_an_object", f"a row must be an object with `chosen` and `rejected`, not {row_named(row)}")
     require(row, "chosen", "rejected")
     reader = reader or MessageReader(compat, preference=True)
     known = {"chosen", "rejected", "tools", *reader.row_fields, *(() if compat else ("score_delta", *BESIDE))}

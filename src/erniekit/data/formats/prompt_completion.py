@@ -14,7 +14,7 @@ from typing import Any
 
 from erniekit.data.formats import alpaca, messages, pairs
 from erniekit.data.formats.answers import BESIDE, CALLS, answer_text, attached, beside
-from erniekit.data.formats.fields import BadRow, flag, holds, named, refuse_tools, require, text, unread
+from erniekit.data.formats.fields import BadRow, flag, holds, refuse_tools, require, row_named, text, unread
 from erniekit.data.formats.message import MessageReader
 from erniekit.data.preference import Preference
 from erniekit.data.thinking import FIELDS
@@ -38,7 +38,7 @@ def prompt_and_completion(row: Mapping[str, Any]) -> tuple[str, str] | None:
 
 def conversations(row: Any, compat: bool) -> list[Conversation]:
     if not isinstance(row, dict):
-        raise BadRow("not_an_object", f"a row must be an object with `prompt` and `completion`, not {named(row)}")
+        raise BadRow("not_an_object", f"a row must be an object with `prompt` and `completion`, not {row_named(row)}")
     names = prompt_and_completion(row)
     if names is None:
         require(row, next((name for name in PROMPTS if name in row), "prompt"))
@@ -92,7 +92,7 @@ def _of_messages(
 
 def preference(row: Any, compat: bool) -> Preference:
     if not isinstance(row, dict):
-        raise BadRow("not_an_object", f"a row must be an object with `chosen` and `rejected`, not {named(row)}")
+        raise BadRow("not_an_object", f"a row must be an object with `chosen` and `rejected`, not {row_named(row)}")
     require(row, "chosen", "rejected")
     chosen, rejected = (messages.listed(row[name], name) for name in ("chosen", "rejected"))
     if any(isinstance(value, (list, dict)) for value in (chosen, rejected, messages.listed(row.get("prompt"), ""))):

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from erniekit.data.formats.fields import named
+from erniekit.data.formats.fields import ARRAYS, named
 from erniekit.errors import DataError
 from erniekit.printable import plain
 
@@ -27,7 +27,7 @@ class NotJson(NamedTuple):
 
 
 def described(row: Any) -> str:
-    """A row that no reader takes."""
+    """A row that no reader takes, or one of an array."""
     if not isinstance(row, dict):
         return "rows are not objects"
     shown = (
@@ -42,8 +42,8 @@ def undetected(
 ) -> DataError:
     """first: a decoded row that fits no format, None where none could be decoded. problem: of rows that could not.
     broken: the first line that is no JSON."""
-    named = "name the columns, e.g. columns: {prompt: q, response: a}; or give train_dataset_type / eval_dataset_type: "
-    fix = named + ", ".join(formats)
+    columns = "name the columns, e.g. columns: {prompt: q, response: a}; or give train_dataset_type / eval_dataset_type: "
+    fix = columns + ", ".join(formats)
     found = f": {described(first) if first is not None else problem or 'no row among the first is JSON'}"
     if isinstance(first, dict) and "text_info" in first:
         found, fix = ": rows have `text_info`, with pictures or videos", "stage: VL-SFT reads them"
@@ -52,6 +52,9 @@ def undetected(
         fix = f"stage: CLS trains a classifier on them; for conversations {fix}"
     elif isinstance(first, dict) and "text" in first:
         found, fix = ": rows have `text`, plain text", f"stage: PT trains on plain text; for conversations {fix}"
+    elif isinstance(first, list) and first and isinstance(first[0], dict):
+        found = f": its first row is an array, in which {described(first[0])}"
+        fix = f"an array of rows {ARRAYS}; or write one object per line: jq -c '.[]' FILE > rows.jsonl"
     elif first is None and str(path).lower().removesuffix(".gz").endswith(".txt"):
         found, fix = ": it is plain text", "stage: PT trains on plain text; conversations are JSON, one object per line"
     elif (first is None or not isinstance(first, dict)) and (whole := _one_object(path)) is not None:

@@ -12,7 +12,7 @@ from typing import Any
 from erniekit.data.formats import PREFERENCE_FORMATS, alpaca, erniekit, messages, sharegpt
 from erniekit.data.formats.answers import beside
 from erniekit.data.formats.detection import guess_pair
-from erniekit.data.formats.fields import BadRow, flag, is_preference, named, require
+from erniekit.data.formats.fields import BadRow, flag, is_preference, require, row_named
 from erniekit.data.formats.message import MessageReader
 from erniekit.data.formats.pairs import SIDES
 from erniekit.data.preference import Preference
@@ -25,7 +25,7 @@ VERDICTS = ("label", "kto_tag")  # TRL's name, and LLaMA-Factory's
 def unpaired(row: Any) -> list[Unpaired]:
     if not isinstance(row, dict):
         raise BadRow(
-            "not_an_object", f"a row must be an object with `prompt`, `completion` and `label`, not {named(row)}"
+            "not_an_object", f"a row must be an object with `prompt`, `completion` and `label`, not {row_named(row)}"
         )
     if is_preference(row):
         pair = _preference(row)

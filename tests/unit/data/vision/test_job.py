@@ -20,6 +20,7 @@ from erniekit.data.vision import job
 from erniekit.data.vision.job import VisionJob, VisionSource, decoder, open_vision_source
 from erniekit.data.vision.rules import VisionRules
 from erniekit.errors import DataError
+from support.clock import PATIENCE_S
 from support.jsonl import write_jsonl
 from support.seen import FOLDER, MEDIA, patches, recorded, rules, sha, tokenizer
 
@@ -183,7 +184,7 @@ def test_images_and_tags_beside_the_messages_are_read_in_order(folder: Path) -> 
     assert source.report.bad == {"length_mismatch": 2}
 
 
-def test_a_hung_clip_is_a_bad_row_with_its_line_within_ten_seconds(folder: Path) -> None:
+def test_a_hung_clip_is_a_bad_row_with_its_line_as_soon_as_its_time_is_over(folder: Path) -> None:
     clip = {"type": "video", "video": "media/v.mov"}
     row = {"messages": [{"role": "user", "content": [clip]}, {"role": "assistant", "content": "a bar."}]}
     rules = VisionRules(limits=MediaLimits(timeout=1))
@@ -192,7 +193,7 @@ def test_a_hung_clip_is_a_bad_row_with_its_line_within_ten_seconds(folder: Path)
     os.kill(decoder().workers[0].pid, signal.SIGSTOP)  # what a decoder that hangs looks like from outside
     began = time.monotonic()
     chunk = made.work([(2, row), (3, row)])
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < PATIENCE_S, "for ever where nobody ends it"
     assert [(line, kind) for line, kind, _ in chunk.bad] == [(2, "timeout")]
     assert "media/v.mov" in chunk.bad[0][2]
     assert chunk.main.lines.tolist() == [3]

@@ -122,7 +122,7 @@ def test_it_is_told_how_long_the_engine_may_finish_and_a_second_signal_does_not_
         pids = json.loads(note.read_text())["pids"]
         server.process.send_signal(signal.SIGINT)
         line = "stopping: vllm may finish its answers, for 60 s at most; a second Ctrl-C or SIGTERM ends it now"
-        until(lambda: line in server.lines, seconds=10)
+        until(lambda: line in server.lines)
         began = time.monotonic()
         assert server.end(signal.SIGINT) == 0, server.text
         assert time.monotonic() - began < 30, "not the 60 s of drain_timeout"
@@ -317,7 +317,7 @@ def test_the_guard_ends_a_whole_family_when_its_own_parent_dies(tmp_path):
         " subprocess.Popen(guarded, stdin=subprocess.PIPE, start_new_session=True); time.sleep(600)"
     )
     process = subprocess.Popen([sys.executable, "-c", parent, supervisor.__file__, family])
-    until(lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text().count(" ") == 1, seconds=30)
+    until(lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text().count(" ") == 1)
     time.sleep(0.1)
     pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
     os.kill(process.pid, signal.SIGKILL)

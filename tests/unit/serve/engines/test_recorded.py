@@ -19,6 +19,7 @@ from erniekit.serve.engines.model_changes import ModelRefused
 from erniekit.serve.engines.paged import PagedCache
 from erniekit.serve.engines.recorded import RecordedSteps, sizes_up_to
 from erniekit.serve.loaded_models import with_adapter
+from support.clock import until
 from support.engine_jobs import (
     LENGTH,
     alone,
@@ -250,8 +251,7 @@ def test_models_come_and_go_between_recorded_steps_and_running_answers_stay_what
         first, second = asyncio.run(asyncio.wait_for(go(), 60))
         assert first == [alone(small.build(), p, 30) for p in asked[:2]]
         assert second == [alone(merged, p) for p in asked[2:]]
-        asyncio.run(asyncio.sleep(0.2))
-        assert list(engine.models) == ["m"]
+        until(lambda: list(engine.models) == ["m"], "the one that was removed is gone")
         assert engine.recorded is not None
         assert len(engine.recorded.state.free) == 5
         assert answers(engine, [job(asked[0])])[0] == first[0][:12]
@@ -288,8 +288,8 @@ def test_an_adapter_that_is_unloaded_as_its_last_client_disconnects_ends_no_othe
 
     try:
         assert asyncio.run(asyncio.wait_for(go(), 60)) == alone(small.build(), [3, 4, 5], 30)
+        until(lambda: list(engine.models) == ["m"], "the one that was removed is gone")
         assert engine.load().healthy
-        assert list(engine.models) == ["m"]
     finally:
         engine.stop()
 
