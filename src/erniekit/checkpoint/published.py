@@ -172,7 +172,7 @@ def _compare(path: Path, name: str, records: list[FileRecord], depth: manifest.D
     if depth == "size":
         return None
     if depth == "sample":
-        alike = [record for record in alike if record.sample] or (alike if found.st_size < SAMPLED_ABOVE else [])
+        alike = [record for record in alike if record.sample] or (alike if found.st_size <= SAMPLED_ABOVE else [])
         if not alike:
             return None  # a folder's record may hold no samples: earlier versions wrote none
     # With the change time: the other can be set back by whoever writes to the file.
