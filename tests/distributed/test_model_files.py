@@ -38,8 +38,11 @@ def value_of(name: str) -> torch.Tensor:
 
 
 def entries() -> list[Entry]:
-    """Tensors stored as they are, turned, in two pieces, and once more under another name."""
-    plain = [Entry(n, (f"model.{n}",), lambda ts: ts[0], lambda t: [t]) for n in ("b", "d", "f")]
+    """Tensors stored as they are, turned, in two pieces, once more under another name, and with a piece that has no
+    element."""
+    plain = [
+        Entry(n, (f"model.{n}", f"model.{n}.none"), lambda ts: ts[0], lambda t: [t, t[:0]]) for n in ("b", "d", "f")
+    ]
     turned = Entry("a", ("model.a",), lambda ts: ts[0].t(), lambda t: [t.t()])
     cut = [Entry(n, (f"{n}.0", f"{n}.1"), torch.cat, lambda t: list(t.chunk(2))) for n in ("c", "g")]
     return [

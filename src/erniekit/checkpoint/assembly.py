@@ -130,7 +130,7 @@ def _plan_one_file(whole: Sequence[Source], name: str, tag: str, holders: Holder
     sources: dict[int, list[Source]] = {}
     stretches: list[Stretch] = []
     last, at = -1, len(contents.header)
-    for group in _in_groups(_closed(whole, contents), share // 16):
+    for group in _in_groups(_closed(whole, contents), max(1, share // 16)):
         of: dict[int, int] = {}
         for source in group:
             of |= {rank: of.get(rank, 0) + source.bytes for rank in held[source.ours]}
@@ -253,11 +253,12 @@ class Assembly:
     def _in_file_order(
         self, contents: Contents, incoming: Iterator[torch.Tensor]
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """This rank's tensors with where they begin."""
+        """This rank's tensors with where they begin, but for those without an element: they have no place."""
         for together in _closed(self.plan.sources[self.rank], contents):
             stored = [one for source in together for one in source.stored]
             placed = [(contents.places[one.name], next(incoming)) for one in stored]
-            yield from ((start, tensor) for (start, _), tensor in sorted(placed, key=lambda one: one[0]))
+            held = ((start, tensor) for (start, end), tensor in placed if start < end)
+            yield from sorted(held, key=lambda one: one[0])
 
     def _incoming(self) -> Iterator[torch.Tensor]:
         """What this rank stores, in order. After an error everything that is on its way is still received."""

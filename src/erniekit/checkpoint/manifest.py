@@ -10,12 +10,13 @@ import re
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Literal
 
 from erniekit import heartbeat
 from erniekit.errors import CheckpointError
-from erniekit.files.digest import Digest
+from erniekit.files.digest import Digest, is_digest, is_sha256
+from erniekit.files.record import is_inside
 
 MANIFEST = "MANIFEST.json"
 FORMAT = 1
@@ -50,6 +51,14 @@ class FileRecord:
     size: int  # bytes
     sha256: str  # of a file that several ranks wrote at once: see files/digest.py
     sample: str = ""  # sha256 over evenly spaced blocks; only for files too large to read on every start
+
+    def impossible(self) -> str:
+        """The name of a value that no writer of ours gives; a manifest may be anyone's."""
+        if type(self.size) is not int or self.size < 0:
+            return "size"
+        if not is_digest(self.sha256):
+            return "sha256"
+        return "" if self.sample == "" or is_sha256(self.sample) else "sample"
 
 
 @dataclass(frozen=True)
@@ -87,9 +96,8 @@ class Manifest:
                 fix="use the erniekit version that wrote this checkpoint",
             )
         for name, record in files.items():
-            path = PurePosixPath(name)
-            if path.is_absolute() or ".." in path.parts or not isinstance(record.size, int):
-                raise ValueError(f"has an impossible entry {name!r}")
+            if wrong := record.impossible() if is_inside(name) else "name":
+                raise ValueError(f"has an entry {name[:80]!r} whose {wrong} is none")
         if not isinstance(info, dict):
             raise ValueError("has no info")
         return cls(files, info)

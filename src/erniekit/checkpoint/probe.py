@@ -21,7 +21,7 @@ from erniekit.checkpoint.safe import check_safetensors
 from erniekit.checkpoint.shards import name_weights
 from erniekit.checkpoint.tensor_file import write_tensors
 from erniekit.data.collate import one_document
-from erniekit.data.types import IGNORE, IMAGE, Batch, More, Vision
+from erniekit.data.types import IGNORE, IMAGE, VIDEO, Batch, More, Vision
 from erniekit.errors import CheckpointError
 from erniekit.files.listed import has_file
 
@@ -29,6 +29,9 @@ FILE = "probe.safetensors"
 Answer = Callable[..., torch.Tensor]  # token ids [1, n], and by name what Probe.more() gives -> logits [1, n, V]
 KEPT_ROWS = 4  # positions whose whole logit row is stored
 MAX_TOKENS = 1 << 16  # of a stored probe: it is run through the model whole
+_NOT_OURS = (
+    SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError, OverflowError,
+)  # fmt: skip
 
 
 PACKED_BASE = " base"  # ends the setting of one taken over packed frozen weights, which the stored ones do not repeat
@@ -67,6 +70,28 @@ class Probe:
             x if device is None else x.to(device) for x in (p.patches, p.positions, p.modality, p.places)
         )
         return {"positions": positions, "more": More(vision=Vision(patches, p.grids, places), modality=modality)}
+
+    def fits(self, config: Any) -> bool:
+        """Whether a model of this config can be run on it: the file may be of another model, or anyone's."""
+        p, v = self.picture, config.vision
+        if int(self.ids.max()) >= config.vocab_size or (p is not None and v is None):
+            return False
+        if p is None:
+            return True
+        frames, height, width = p.grids[0].tolist()
+        whole = frames == 1 and height % v.merge == width % v.merge == 0
+        return whole and p.patches.shape[1] == v.patch_size and len(p.places) == height * width // v.merge**2
+
+    def difference(self, rows: torch.Tensor) -> float:
+        """Largest, of the last logit rows of a model; infinite where they have another shape."""
+        if self.rows is None or rows.shape != self.rows.shape:
+            return float("inf")
+        return float((rows - self.rows).abs().max())
+
+    def largest(self) -> float:
+        """Of the kept logits that are numbers: one that is not widens no tolerance."""
+        assert self.rows is not None
+        return float(self.rows[self.rows.isfinite()].abs().max()) if self.rows.isfinite().any() else 0.0
 
     def batch(self, length: int) -> Batch:
         """One row, padded to `length`."""
@@ -148,7 +173,8 @@ def save(folder: Path, probe: Probe) -> None:
     write_tensors(folder / FILE, tensors, {"probe": json.dumps(metadata)})
 
 
-def load(folder: Path) -> Probe | None:
+def load(folder: Path, config: Any = None) -> Probe | None:
+    """config: of the model that will be run on it; one that it does not fit is refused."""
     if not has_file(folder, FILE):
         return None
     path = folder / FILE
@@ -159,17 +185,45 @@ def load(folder: Path) -> Probe | None:
             pictures = {n: file.get_tensor(n) for n in PICTURE if n in file.keys()}  # noqa: SIM118 - no mapping
         meta = json.loads(metadata)
         loss, digest, setting = float.fromhex(meta["loss"]), str(meta["digest"]), str(meta["setting"])
-        valid = all(t.dtype == torch.int64 and t.ndim == 2 and t.shape[0] == 1 for t in (ids, labels))
-        if not valid or ids.shape != labels.shape or ids.shape[1] > MAX_TOKENS or rows.ndim != 2 or int(ids.min()) < 0:
-            raise ValueError("its tensors are not those of a probe")
+        _check_tensors(ids, labels, rows)
         picture = _picture_of(pictures, ids) if pictures else None
-    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
+        found = Probe(ids, labels, loss, rows, digest, setting, picture)
+    except _NOT_OURS as error:
         raise CheckpointError(
             f"{FILE} is not a probe that erniekit wrote: {str(error)[:200]}",
             where=str(path),
             fix="move it away: the folder is then used without this check",
         ) from None
-    return Probe(ids, labels, loss, rows, digest, setting, picture)
+    if config is not None:
+        require_fit(found, config, folder)
+    return found
+
+
+def require_fit(probe: Probe, config: Any, folder: Path) -> None:
+    """Raises where a model of this config cannot be run on the probe of `folder`."""
+    if not probe.fits(config):
+        raise CheckpointError(
+            f"{FILE} is of another model than this: it holds tokens or pictures that this one does not take",
+            where=str(folder / FILE),
+            fix="move it away: the folder is then used without this check",
+        )
+
+
+def _check_tensors(ids: torch.Tensor, labels: torch.Tensor, rows: torch.Tensor) -> None:
+    """Of a file that anybody may have written, as `_picture_of`."""
+    count = ids.shape[1] if ids.ndim == 2 else 0
+    whole = (
+        0 < count <= MAX_TOKENS
+        and all(t.dtype == torch.int64 and t.shape == (1, count) for t in (ids, labels))
+        and rows.dtype == torch.float32
+        and rows.ndim == 2
+        and rows.shape[0] == min(KEPT_ROWS, count)
+        and rows.shape[1] > 0
+        and bool((ids >= 0).all())
+        and bool(((labels == IGNORE) | ((labels >= 0) & (labels < rows.shape[1]))).all())
+    )
+    if not whole:
+        raise ValueError("its tensors are not those of a probe")
 
 
 def _picture_of(tensors: dict[str, torch.Tensor], ids: torch.Tensor) -> ProbePicture:
@@ -180,10 +234,11 @@ def _picture_of(tensors: dict[str, torch.Tensor], ids: torch.Tensor) -> ProbePic
         and picture.patches.ndim == 2
         and picture.modality.dtype == torch.uint8
         and picture.modality.shape == ids.shape
+        and int(picture.modality.max()) <= VIDEO
         and picture.grids.shape == (1, 3)
         and picture.positions.shape == (1, count, 3)
         and all(t.dtype == torch.int64 for t in (picture.grids, picture.positions, picture.places))
-        and bool((picture.grids > 0).all())
+        and bool(((picture.grids > 0) & (picture.grids <= MAX_TOKENS)).all())
         and picture.patches.shape[0] == int(picture.grids.prod(1).sum()) <= MAX_TOKENS
         and picture.places.ndim == 1
         and bool(((picture.places >= 0) & (picture.places < count)).all())
@@ -220,9 +275,8 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 def allowed(probe: Probe, *dtypes: torch.dtype) -> float:
     """By the coarsest of the dtype the probe was computed in and those of weights or computation now."""
-    assert probe.rows is not None
     then = next((d for d in TOLERANCE if str(d).removeprefix("torch.") in probe.setting), torch.float32)
-    return max(TOLERANCE[d] for d in (then, *dtypes)) * max(1.0, float(probe.rows.abs().max()))
+    return max(TOLERANCE[d] for d in (then, *dtypes)) * max(1.0, probe.largest())
 
 
 def compare(logits: torch.Tensor, expected: Probe, tolerance: float) -> Verdict:
@@ -232,8 +286,7 @@ def compare(logits: torch.Tensor, expected: Probe, tolerance: float) -> Verdict:
 
 def check(answer: Answer, expected: Probe, what: str, setting: str, dtype: torch.dtype) -> Verdict:
     """Measures again; raises when the result is not the saved one. Same device, dtype and torch: bit for bit."""
-    assert expected.rows is not None
-    tolerance = TOLERANCE[dtype] * max(1.0, float(expected.rows.abs().max()))
+    tolerance = TOLERANCE[dtype] * max(1.0, expected.largest())
     verdict = _verdict(measure(answer, expected, setting), expected, tolerance)
     if not verdict.exact and not verdict.max_difference <= tolerance:
         raise CheckpointError(
@@ -245,6 +298,5 @@ def check(answer: Answer, expected: Probe, what: str, setting: str, dtype: torch
 
 def _verdict(got: Probe, expected: Probe, tolerance: float) -> Verdict:
     assert got.rows is not None
-    assert expected.rows is not None
-    difference = float((got.rows - expected.rows).abs().max())
-    return Verdict(got.digest == expected.digest, got.loss, expected.loss, difference, tolerance)
+    exact = got.digest == expected.digest
+    return Verdict(exact, got.loss, expected.loss, expected.difference(got.rows), tolerance)

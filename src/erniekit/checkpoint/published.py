@@ -26,7 +26,7 @@ from erniekit.files.listed import Listed, has_file
 from erniekit.files.record import RECORD, OwnedFiles
 from erniekit.files.tokenizer_names import TOKENIZER_FILES
 from erniekit.log import warn, warn_once
-from erniekit.model_contract import packed_layers
+from erniekit.model_contract import packed_layers, spread
 
 # What a model computes with; settings such as generation_config.json, and names of classes, may be edited.
 COMPUTES = (
@@ -111,7 +111,7 @@ def check_answer(folder: Path, model: nn.Module, verify: Verify = "auto") -> Non
     """Of a folder of which not all bytes were compared: one whose model does not repeat its probe is read whole.
 
     verify: how the folder was compared, in view of this."""
-    saved = probe.load(folder)
+    saved = probe.load(folder, spread(model).config)
     if saved is None or saved.rows is None or packed_layers(model) or has_file(folder, FP8_SCALES):
         check_published(folder, verify)  # logits of rounded weights differ: they tell nothing
         return
@@ -172,7 +172,7 @@ def _compare(path: Path, name: str, records: list[FileRecord], depth: manifest.D
     if depth == "size":
         return None
     if depth == "sample":
-        alike = [record for record in alike if record.sample] or (alike if found.st_size < SAMPLED_ABOVE else [])
+        alike = [record for record in alike if record.sample] or (alike if found.st_size <= SAMPLED_ABOVE else [])
         if not alike:
             return None  # a folder's record may hold no samples: earlier versions wrote none
     # With the change time: the other can be set back by whoever writes to the file.

@@ -163,6 +163,8 @@ def export(
         emit("note     the weights are quantised: they are written dequantised" + (", and inputs unrounded" * static))
         probe = None if static and not folders else probe  # it was measured with rounded inputs
     config = source.config
+    if probe is not None:
+        probes.require_fit(probe, config, folders[0] if folders else base)
     if config.vision is not None:
         config = with_token_ids(config, tokenizer or tokenizer_of(base, folders))
     as_gguf = gguf_plan(source, tokenizer or base, gguf) if gguf else None
@@ -254,7 +256,7 @@ def _check_bases(source: ModelFolder, folders: Sequence[Path], adapters: Sequenc
             logits: torch.Tensor = streamed(source, adapter)(ids, **more)
             return logits
 
-        check_answers(folder, source.path, answer, source.dtype(), source.config.moe is not None)
+        check_answers(folder, source.path, answer, source.dtype(), source.config)
 
 
 class _Watched(ModelFolder):

@@ -76,7 +76,7 @@ def prove(
         require(difference, allowed, "the merged weights do not answer as base + adapter", base, adapter)
     if probe is None or probe.rows is None:
         return Proof(difference, allowed)
-    saved = largest(got[-KEPT_ROWS:] - probe.rows)
+    saved = probe.difference(got[-KEPT_ROWS:])
     saved_allowed = probe_tolerance(probe, written.dtype())
     require(saved, saved_allowed, "the exported weights do not answer as the checkpoint did when saved", base, adapter)
     return Proof(difference, allowed, saved, saved_allowed)

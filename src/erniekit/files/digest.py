@@ -11,15 +11,31 @@ from collections.abc import Sequence
 from typing import Any
 
 _LONGEST = 1 << 20  # characters of a form: a manifest may be anyone's
-_STRETCHES = re.compile(r"[1-9]\d{0,17}(\+[1-9]\d{0,17})*")  # bytes of each
+_STRETCHES = re.compile(r"[1-9][0-9]{0,17}(\+[1-9][0-9]{0,17})*")  # bytes of each
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def is_sha256(text: object) -> bool:
+    return isinstance(text, str) and bool(_SHA256.fullmatch(text))
+
+
+def is_digest(text: object) -> bool:
+    """Whether it is a sha256, or that of stretches, as `Digest` tells them."""
+    if not isinstance(text, str):
+        return False
+    form, mark, sha256 = text.rpartition(":")
+    return is_sha256(sha256) and (not mark or _is_form(form))
+
+
+def _is_form(text: str) -> bool:
+    return len(text) <= _LONGEST and bool(_STRETCHES.fullmatch(text))
 
 
 class Digest:
     def __init__(self, like: str = "") -> None:
         """like: a digest whose form this one has, to be compared with it."""
         form = like.rpartition(":")[0]
-        known = len(form) <= _LONGEST and _STRETCHES.fullmatch(form)
-        self._sizes = [int(size) for size in form.split("+")] if known else []
+        self._sizes = [int(size) for size in form.split("+")] if _is_form(form) else []
         self._left = list(reversed(self._sizes))
         self._done: list[bytes] = []
         self._now: Any = hashlib.sha256()

@@ -22,6 +22,7 @@ RECORD = ".erniekit-files"
 FORMAT = 1
 _MAX_BYTES = 64 << 20  # of the record; far more than any folder needs
 _READ = 1 << 20
+_LONGEST, _LONGEST_PART = 1024, 255  # bytes of a name, and of a part of one: systems take no more, with the folder's
 
 
 class NotOurs(ErnieKitError):
@@ -68,7 +69,7 @@ class OwnedFiles:
         found: dict[str, RecordEntry] = {}
         for line in self._lines():
             name = line.get("name")
-            if not isinstance(name, str) or not _is_inside(name):
+            if not isinstance(name, str) or not is_inside(name):
                 continue
             if line.get("removed"):
                 found.pop(name, None)
@@ -159,7 +160,7 @@ class OwnedFiles:
             raw = file.read(_MAX_BYTES)
         for text in raw.splitlines():
             try:
-                line = json.loads(text)
+                line = json.loads(text.decode("utf-8", errors="surrogateescape"))  # as it was written
             except (ValueError, RecursionError):
                 continue
             if isinstance(line, dict):
@@ -235,9 +236,15 @@ def has_digest(path: Path, digests: Iterable[str]) -> bool:
     return any(content_of(path, next(iter(alike))).sha256 in alike for alike in by_form.values())
 
 
-def _is_inside(name: str) -> bool:
+def is_inside(name: str) -> bool:
+    """Whether it names something in a folder, as a system can have it: a list of files may be anyone's."""
     path = PurePosixPath(name)
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+    if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
+        return False
+    try:
+        return len(name) <= _LONGEST and all(len(os.fsencode(part)) <= _LONGEST_PART for part in path.parts)
+    except UnicodeEncodeError:  # half a surrogate pair
+        return False
 
 
 def _is_plain_file(path: Path) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from erniekit.files.output import MODEL_FILES, RUN_FILES
-from erniekit.files.record import RECORD, OwnedFiles, content_of
+from erniekit.files.record import RECORD, OwnedFiles, content_of, is_inside
 
 MANIFEST = "MANIFEST.json"
 # Files of ours without a line in a record: locks, what a kill leaves behind, hang reports, and what loggers write.
@@ -48,8 +48,12 @@ def _in_manifest(folder: Path) -> frozenset[Path]:
     path = folder / MANIFEST
     try:
         files = json.loads(path.read_text(encoding="utf-8"))["files"]
-        listed = {folder / name: (int(record["size"]), str(record["sha256"])) for name, record in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        listed = {
+            folder / name: (int(record["size"]), str(record["sha256"]))
+            for name, record in files.items()
+            if is_inside(name)
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return frozenset()
     same = (file for file, content in listed.items() if file.is_file() and content_of(file, content[1])[:2] == content)
     return frozenset(same) | {path}

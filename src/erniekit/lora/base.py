@@ -92,20 +92,22 @@ def check_files(adapter: Path, base: Path, override: bool) -> None:
 
 
 def check_answers(
-    adapter: Path, base: Path, answer: Answer, dtype: torch.dtype, has_experts: bool, device: torch.device | None = None
+    adapter: Path, base: Path, answer: Answer, dtype: torch.dtype, config: Any, device: torch.device | None = None
 ) -> None:
     """Refuses base + adapter (`answer`) unless it gives the logits stored with the adapter; by the base's files where
-    none are stored. The same model in other files (another layout, another dtype) passes with a warning."""
+    none are stored. The same model in other files (another layout, another dtype) passes with a warning.
+
+    config: the base's."""
     same, probe = same_base(adapter, base), stored_probe(adapter)
     if probe is None:
         if same is False:
             raise _another(adapter, base, f"{base} has other weights")
         return
-    verdict = _verdict(answer, probe, dtype, device)
+    verdict = _verdict(answer, probe, dtype, config, device)
     if verdict is None or not verdict.max_difference <= verdict.tolerance:  # NaN is refused, too
         reason = "its vocabulary is another" if verdict is None else verdict.failed()
         exact = dtype == torch.float32 and "float32" in probe.setting
-        if same and has_experts and not exact and verdict is not None:
+        if same and config.moe is not None and not exact and verdict is not None:
             # Rounding tips a router's choice between two nearly equal experts, and the logits move by far more.
             warn(f"{adapter} on {base}: {reason}; the weights are those it was trained on")
             return
@@ -135,17 +137,17 @@ def check_model(adapter: Path, base: Path, model: nn.Module) -> None:
         logits: torch.Tensor = model(ids.to(first.device), **more)
         return logits
 
-    sparse = spread(model).config.moe is not None
-    check_answers(adapter, base, answer, first.dtype, sparse, first.device)
+    check_answers(adapter, base, answer, first.dtype, spread(model).config, first.device)
 
 
-def _verdict(answer: Answer, probe: Probe, dtype: torch.dtype, device: torch.device | None) -> Verdict | None:
+def _verdict(
+    answer: Answer, probe: Probe, dtype: torch.dtype, config: Any, device: torch.device | None
+) -> Verdict | None:
     """None where the model cannot be run on the probe: it has another vocabulary."""
     assert probe.rows is not None
-    try:
-        logits = answer(probe.ids, **probe.more(device))
-    except IndexError:
+    if not probe.fits(config):
         return None
+    logits = answer(probe.ids, **probe.more(device))
     if logits.shape[-1] != probe.rows.shape[-1]:
         return None
     return probes.compare(logits, probe, probes.allowed(probe, dtype))

@@ -152,9 +152,8 @@ def served(folder: ModelFolder) -> nn.Module:
 def prove(written: ModelFolder, probe: Probe) -> StaticProof:
     """Raises where fp32 does not answer as training did. In bf16 a number may round to the next one of fp8, and experts
     be chosen otherwise: there the difference is reported and never raises."""
-    assert probe.rows is not None
     got: torch.Tensor = served(written)(probe.ids, **probe.more())[0][-KEPT_ROWS:]
-    difference, allowed = float((got - probe.rows).abs().max()), probes.allowed(probe, torch.float32)
+    difference, allowed = probe.difference(got), probes.allowed(probe, torch.float32)
     if not difference <= allowed and "float32" in probe.setting:
         raise CheckpointError(
             f"the FP8 weights do not answer as the model did in training: logits differ by {difference:.2e}, allowed "

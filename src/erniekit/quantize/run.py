@@ -216,7 +216,7 @@ class _Quantisation:
 
     def _probe(self) -> probes.Probe:
         """The source's own tokens, else some of the first row."""
-        saved = probes.load(self.job.source)
+        saved = probes.load(self.job.source, self.source.config)
         if saved is not None:
             return saved
         if self.job.calibrating:

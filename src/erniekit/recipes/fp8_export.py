@@ -37,6 +37,8 @@ def export_fp8(cfg: RunConfig) -> RunResult:
     if plan.adapters:
         source, out, probe = Path(run_export(cfg).output_dir), out.with_name(f"{out.name}-fp8"), None
     folder = ModelFolder(source)
+    if probe is not None:
+        probes.require_fit(probe, folder.config, source)
     if cfg.checkpoint.save_format != "hf" and cfg.given("save_format"):
         warn(f"save_format: {cfg.checkpoint.save_format} has no FP8 weights; written in hf")
     tokenizer = (named_tokenizer(cfg) or source) if cfg.export.copy_tokenizer else None

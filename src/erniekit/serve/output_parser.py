@@ -57,9 +57,10 @@ class OutputParser:
         seen = self._held.lstrip()
         if seen.startswith(THINK):
             self._held, self._state = seen[len(THINK) :], "thought"
-        elif last or not THINK.startswith(seen):
-            # An answer without a thought keeps the blanks it begins with.
-            self._state, self._blank = "answer", seen.startswith(RESPONSE[0])
+        elif seen.startswith(RESPONSE[0]):
+            self._state = "answer"
+        elif last or not any(tag.startswith(seen) for tag in (THINK, RESPONSE[0])):
+            self._state, self._blank = "answer", False  # without a thought it keeps the blanks it begins with
         yield from ()
 
     def _thought(self, last: bool) -> Iterator[Delta]:
@@ -79,12 +80,12 @@ class OutputParser:
 
     def _answer(self, last: bool) -> Iterator[Delta]:
         tags = (*RESPONSE, TOOL_CALL) if self.tools else RESPONSE
-        at, tag = min(((n, t) for t in tags if (n := self._held.find(t)) >= 0), default=(-1, ""))
+        at, tag = min(((n, t) for t in tags if (n := self._held.find(t)) >= 0 and self._counts(t, n)), default=(-1, ""))
         if tag == TOOL_CALL:
             before, self._held, self._state = self._held[:at], self._held[at + len(TOOL_CALL) :], "call"
             yield Delta("content", self._shown(before.rstrip()))
             return
-        if tag and (self._response or (self._blank and not self._held[:at].strip())):
+        if tag:
             opens = tag == RESPONSE[0]
             before, self._held = self._held[:at], self._held[at + len(tag) :]
             self._response = opens
@@ -92,12 +93,16 @@ class OutputParser:
             self._blank = True
             yield Delta("content", text)
             return
-        if last and self.called and self._blank and (begun := self._held.strip()) and TOOL_CALL.startswith(begun):
+        if last and self.called and self._blank and (begun := self._held.lstrip()) and TOOL_CALL.startswith(begun):
             self._held, self.cut = "", True
             return
         cut = len(self._held) if last else _unambiguous(self._held, tags, self._response or self.tools)
         text, self._held = self._held[:cut], self._held[cut:]
         yield Delta("content", self._shown(text))
+
+    def _counts(self, tag: str, at: int) -> bool:
+        """Whether the tag at this place of the held text is one. A response's tag among other words is a word."""
+        return tag == TOOL_CALL or self._response or (self._blank and not self._held[:at].strip())
 
     def _call(self, last: bool) -> Iterator[Delta]:
         at = self._held.find(TOOL_CALL_END)

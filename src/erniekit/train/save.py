@@ -28,6 +28,7 @@ from erniekit.checkpoint.state import TrainState
 from erniekit.devices.base import Device
 from erniekit.errors import CheckpointError, Preempted
 from erniekit.log import emit
+from erniekit.model_contract import spread
 from erniekit.optim.adamw import AdamW
 from erniekit.parallel.compiled import eager
 from erniekit.parallel.engine import Engine
@@ -156,7 +157,7 @@ class Saver:
             self.optimizer.load_numbers(raw["optimizer"])
         if restore_random:
             states.restore_random(raw["random"], self.device)
-        saved = probes.load(folder)
+        saved = probes.load(folder, spread(self.engine.model).config)
         if saved is None or (self.scales is not None and self.clear_scales):
             return state, None  # with other scales the outputs differ
         return state, probes.check(self._forward(saved), saved, folder.name, self.setting, self.engine.dtype)

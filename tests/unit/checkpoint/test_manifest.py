@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from erniekit.checkpoint import manifest
 from erniekit.checkpoint.manifest import MANIFEST, Damaged, FileRecord, Manifest
 from erniekit.errors import CheckpointError
+from erniekit.files.walk import foreign_files
 
 
 def make(folder: Path, files: dict[str, bytes], info: dict | None = None) -> Manifest:
@@ -111,6 +113,45 @@ def test_a_manifest_made_by_hand_cannot_lead_out_of_its_folder_or_crash_us(tmp_p
     (tmp_path / MANIFEST).write_bytes(sealed(head))
     with pytest.raises(Damaged, match=r"MANIFEST\.json"):
         manifest.load(tmp_path)
+
+
+GOOD = {"size": 10, "sha256": hashlib.sha256(b"x" * 10).hexdigest()}
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "wrong"),
+    [
+        ("w\0.safetensors", GOOD, "name"),
+        ("w\ud800.safetensors", GOOD, "name"),
+        ("w" * 300, GOOD, "name"),
+        ("w/" * 2000 + "w", GOOD, "name"),
+        ("", GOOD, "name"),
+        ("w", {**GOOD, "size": -1}, "size"),
+        ("w", {**GOOD, "size": True}, "size"),
+        ("w", {**GOOD, "size": 10.0}, "size"),
+        ("w", {**GOOD, "size": None}, "size"),
+        *(("w", {**GOOD, "sha256": value}, "sha256") for value in (None, 7, [], {}, "", "0", GOOD["sha256"].upper())),
+        *(("w", {**GOOD, "sha256": form + GOOD["sha256"]}, "sha256") for form in (":", "0:", "3+:", "-1:", "a:", "٣:")),
+        *(("w", {**GOOD, "sample": value}, "sample") for value in (None, 7, [], "0", f"10:{GOOD['sha256']}")),
+    ],
+)
+def test_an_entry_that_no_writer_gives_is_damage(tmp_path, name, entry, wrong):
+    head = json.dumps({"format": 1, "files": {name: entry}, "info": {}}, indent=1).removesuffix("\n}").encode()
+    with pytest.raises(ValueError, match=f"has an entry .* whose {wrong} is none"):
+        Manifest.from_bytes(sealed(head))
+    folder = tmp_path / "checkpoint-4"
+    folder.mkdir()
+    (folder / "w").write_bytes(b"x" * 10)
+    (folder / MANIFEST).write_bytes(sealed(head))
+    with pytest.raises(Damaged, match=r"MANIFEST\.json has an entry"):
+        manifest.check(folder)
+    assert {*foreign_files(folder)} <= {folder / "w", folder / MANIFEST}  # and no traceback
+
+
+@pytest.mark.parametrize("digest", ["ab" * 32, "10:" + "ab" * 32, "1024+4096:" + "ab" * 32])
+def test_both_forms_of_a_digest_are_read_again(digest):
+    made = Manifest({"w": FileRecord(10, digest, "cd" * 32)}, {})
+    assert Manifest.from_bytes(made.to_bytes()) == made
 
 
 def test_a_folder_that_is_not_there_is_not_called_damaged(tmp_path):

@@ -100,6 +100,15 @@ def test_a_damaged_copy_is_refused_by_every_command(
     assert {path.name for path in tmp_path.iterdir()} <= {"run", "dmg", "rows.jsonl", "eval"}
 
 
+def test_weights_as_large_as_the_largest_that_have_no_sample_are_read_whole(output: Path, monkeypatch) -> None:
+    folder = output / "checkpoint-4"
+    monkeypatch.setattr(published, "SAMPLED_ABOVE", (folder / WEIGHTS).stat().st_size)
+    overwrite(folder / WEIGHTS)
+    monkeypatch.setattr(manifest, "_FULL_BELOW", 0)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors does not match its sha256"):
+        check_published(folder)
+
+
 def test_optimiser_states_and_sampling_settings_are_no_part_of_the_model(output: Path) -> None:
     folder = output / "checkpoint-4"
     (folder / "optimizer.safetensors").write_text("other")

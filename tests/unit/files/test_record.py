@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
+from erniekit.checkpoint.published import check_published
 from erniekit.files import RECORD, NotOurs, OwnedFiles, own, settle
+from erniekit.files.output import check_output
 from erniekit.files.record import Content, content_of
+from erniekit.files.walk import foreign_files
 
 
 def test_a_file_that_was_there_before_is_never_claimed(tmp_path: Path) -> None:
@@ -97,6 +101,27 @@ def test_a_record_of_nonsense_owns_nothing_and_does_not_crash(tmp_path: Path, te
     (tmp_path / RECORD).write_text(text)
     (tmp_path / "x").write_text("mine")
     assert not OwnedFiles(tmp_path).remove("x")
+
+
+@pytest.mark.parametrize("name", ["model\0", "model\ud800", "model" * 60, "model/x" * 600, "model/../../x", "/model"])
+def test_a_name_that_no_file_can_have_is_passed_over(tmp_path: Path, name: str) -> None:
+    """The record may be anyone's; such a name reached the system before."""
+    name += ".safetensors"
+    lines = [{"folder": "run"}, {"name": name, "open": True}, {"name": name, "size": 1, "sha256": "ab" * 32}]
+    (tmp_path / RECORD).write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"name": "run.json"}]))
+    (tmp_path / "run.json").write_text("{}")
+    assert set(OwnedFiles(tmp_path).entries()) == {"run.json"}
+    assert list(foreign_files(tmp_path)) == []
+    assert check_published(tmp_path).whole
+    check_output(tmp_path, {}, {})
+    assert not OwnedFiles(tmp_path).remove(name)
+
+
+def test_a_file_whose_name_is_not_utf_8_is_ours_once_it_is_claimed(tmp_path: Path) -> None:
+    name = os.fsdecode(b"r\xfcn.log")
+    own(tmp_path / name).write_text("ours")
+    assert OwnedFiles(tmp_path).is_ours(name)
+    own(tmp_path / name).write_text("ours, too")
 
 
 def test_a_file_written_to_its_end_is_ours_only_as_long_as_it_is_the_same(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ ReadWord = Callable[
 LONGEST = 100_000  # characters of a result
 MOST_STEPS = 1_000_000  # of all patterns of a script over their values: no script takes long
 _FORM = re.compile(r"(#?)([A-Za-z0-9_]+)(.*)", re.DOTALL)
-_SLICE = re.compile(r":\s*(\d{1,9}|\s-\d{1,9}|\(-\d{1,9}\))\s*(?::\s*(-?\d{1,9})\s*)?")
+_NUMBER = "(?:0|[1-9][0-9]{0,8})"  # bash reads 010 as eight
+_SLICE = re.compile(rf":\s*({_NUMBER}|\s-{_NUMBER}|\(-{_NUMBER}\))\s*(?::\s*(-?{_NUMBER})\s*)?")
 _Token = Callable[[str], bool] | None  # None: any number of characters
 
 
@@ -68,12 +69,18 @@ def _changed(value: str, rest: str, read: ReadWord, steps: list[int]) -> str | N
     if sliced := _SLICE.fullmatch(rest):
         return _slice(value, int(sliced[1].strip("() \t")), sliced[2])
     if cased := re.fullmatch(r"\^\^?|,,?", rest):
-        change = str.upper if rest[0] == "^" else str.lower
-        return change(value) if len(cased[0]) == 2 else change(value[:1]) + value[1:]
+        end = len(value) if len(cased[0]) == 2 else 1
+        return "".join(_cased(char, rest[0] == "^") for char in value[:end]) + value[end:]
     if cut := re.match(r"##?|%%?", rest):
         pattern = read(rest[cut.end() :], True)
         return None if pattern is None else _without(value, cut[0], pattern, steps)
     return _replaced(value, rest[1:], read, steps) if rest[0] == "/" else None
+
+
+def _cased(char: str, upper: bool) -> str:
+    """One character, as in C: not the two that some become."""
+    changed = char.upper() if upper else char.lower()
+    return changed if len(changed) == 1 else char
 
 
 def _joined(pieces: Sequence[Piece] | None) -> str | None:
@@ -104,7 +111,7 @@ def _without(value: str, sign: str, pattern: list[Piece], steps: list[int]) -> s
 
 def _replaced(value: str, rest: str, read: ReadWord, steps: list[int]) -> str | None:
     where = rest[:1] if rest[:1] in ("/", "#", "%") else ""
-    written, text = _halves(rest[len(where) :])
+    written, text = _halves(rest[len(where) :], where == "/")
     pattern, put = read(written, True), read(text, True)
     if pattern is None or put is None or "&" in text:  # since bash 5.2 & stands for what was found
         return None
@@ -130,9 +137,10 @@ def _replaced(value: str, rest: str, read: ReadWord, steps: list[int]) -> str | 
     return "".join(out) + value[at:]
 
 
-def _halves(text: str) -> tuple[str, str]:
-    """PATTERN/TEXT at the first slash that is not quoted nor within braces."""
-    at, depth, quote = 0, 0, ""
+def _halves(text: str, every: bool) -> tuple[str, str]:
+    """PATTERN/TEXT at the first slash that is not quoted nor within braces. every: of //, where PATTERN may begin with
+    one."""
+    at, depth, quote = int(every and text[:1] == "/"), 0, ""
     while at < len(text):
         char = text[at]
         if char == "\\" and quote != "'":

@@ -19,6 +19,8 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=")
 # Words before a command that are not its name; their own words are reported once.
 KEYWORDS = ("if", "then", "else", "elif", "fi", "for", "while", "until", "do", "done", "case", "esac", "!", "{", "}")
 
+ASSIGNING = ("export", "declare", "typeset", "local", "readonly")  # commands whose words are assignments, too
+
 
 @dataclass(frozen=True)
 class ShellWord:
@@ -242,8 +244,15 @@ def _statements(reader: _Reader) -> Iterator[Statement]:
                 reader.take()
         else:
             before = reader.at
-            words += reader.word() if words or not _ASSIGNMENT.match(reader.text, reader.at) else _assignment(reader)
+            whole = _ASSIGNMENT.match(reader.text, reader.at) and _assigns(words)
+            words += _assignment(reader) if whole else reader.word()
             assert reader.at > before
+
+
+def _assigns(words: list[ShellWord]) -> bool:
+    """Whether a word like an assignment is one behind these: behind others, or `export`."""
+    first = next((w.text for w in words if w.text not in KEYWORDS and not _ASSIGNMENT.match(w.text)), "")
+    return not first or first in ASSIGNING
 
 
 def _redirection(reader: _Reader) -> None:
@@ -288,7 +297,7 @@ def _statement(words: list[ShellWord], piped: bool, reader: _Reader) -> Statemen
     while words and (found := _ASSIGNMENT.match(words[0].text)):
         assigned.append((found[1], ShellWord(words[0].text[found.end() :], words[0].line, words[0].open)))
         words = words[1:]
-    if words and words[0].text in ("export", "declare", "typeset", "local", "readonly"):
+    if words and words[0].text in ASSIGNING:
         given = [w for w in words[1:] if _ASSIGNMENT.match(w.text)]
         pairs = [(w.text.partition("=")[0], ShellWord(w.text.partition("=")[2], w.line, w.open)) for w in given]
         reader.variables |= dict(pairs)

@@ -60,7 +60,7 @@ def prove_gguf(source: ModelFolder, adapter: Adapter | None, written: GgufWeight
     kl = max(0.0, float((first.exp() * (first - second)).sum(-1).mean()))
     if probe is None or probe.rows is None:
         return GgufProof(kl, difference, ids.numel())
-    saved, saved_allowed = largest(want[-KEPT_ROWS:] - probe.rows), probe_tolerance(probe, source.dtype())
+    saved, saved_allowed = probe.difference(want[-KEPT_ROWS:]), probe_tolerance(probe, source.dtype())
     require(saved, saved_allowed, "the weights do not answer as the checkpoint did when saved", source, adapter)
     return GgufProof(kl, difference, ids.numel(), saved, saved_allowed)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 
@@ -90,27 +91,60 @@ def test_a_variable_that_doubles_itself_is_stopped_soon():
     assert within(time.process_time() - began, 5)
 
 
+def bash(script):
+    characters = {**os.environ, "LC_ALL": "C.UTF-8"}
+    return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, env=characters).stdout
+
+
+@pytest.mark.parametrize("value", ["$x", "pre$x", "${x%c}", "'$x'", '"$x"', "$x\\ $x", "${u:-$x}"])
+@pytest.mark.parametrize(
+    "line",
+    ["export z=VALUE", "export o=1 z=VALUE", "declare z=VALUE", "readonly z=VALUE o=1", "o=1 z=VALUE",
+     "if true; then export z=VALUE; fi", "export z=VALUE && o=$z"],
+)  # fmt: skip
+def test_a_value_is_not_cut_at_blanks_wherever_it_is_assigned(line, value):
+    script = f"x='a  b c'\n{line.replace('VALUE', value)}\n"
+    (*_, run) = read_script(script + 'run "$z"', "run.sh")
+    assert [word.text for word in run.words[1:]] == [bash(script + 'printf %s "$z"')]
+
+
+def test_a_word_like_an_assignment_behind_a_command_is_cut_at_blanks():
+    assert words("x='a b'\nrun z=$x")[-1][1:] == ["z=a", "b"]
+
+
 EXPANSIONS = [
     "##*/", "#*/", "%/*", "%%.*", "%.*", "#a", "%'.gz'", '%".gz"', "%$y", '%"$y"', "##*[", "%[.]*",
     ":-d", ":-$y/log", "-d", ":+alt", "+alt", ":=new", ":-${y}", ":-${y##*/}", "^^", ",,", "^", ":2", ":1:3", ":9:1",
     "/b/X", "//b/X", "//b/", "/#a/X", "/%z/X", "//[a-b]/_", "//[!a-c]/-", "/?/Q", "//'*'/W", "//\\*/W", "//*/W",
     "/b/'z'", "/#/pre", "/%/post", "//a*b/Q", "//./", "//\\//_", "//a/$y",
+    "///", "////_", "///m/_",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("quote", ["", '"'])
-@pytest.mark.parametrize("value", ["/models/ERNIE-4.5.tar.gz", "", "abcabc", "a b  c", "x*y"])
+@pytest.mark.parametrize("value", ["/models/ERNIE-4.5.tar.gz", "", "abcabc", "a b  c", "x*y", "straße/ß"])
 def test_expansions_of_known_variables_are_what_bash_makes_of_them(value, quote):
     lines = [f"x='{value}'\ny=.gz\nrun {quote}${{x{form}}}{quote} end ${{x}}" for form in EXPANSIONS]
     asked = "run() { printf '%s\\1' \"$@\"; printf '\\2'; }\nset -f\n" + "\n".join(lines)
-    told = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, check=True).stdout
-    for line, answer in zip(lines, told.split("\2"), strict=False):
+    for line, answer in zip(lines, bash(asked).split("\2"), strict=False):
         assert words(line)[-1][1:] == answer.split("\1")[:-1], line
         assert not any(word.open for word in read_script(line, "run.sh")[-1].words)
 
 
 @pytest.mark.parametrize(
-    "text", ["${y##*/}", "${y:+a}", "${y:?none}", "${x/a/[&]}", "${x@Q}", "${!x}", "${m##*/}", "${m-8}"]
+    "text",
+    [
+        "${y##*/}",
+        "${y:+a}",
+        "${y:?none}",
+        "${x/a/[&]}",
+        "${x@Q}",
+        "${!x}",
+        "${m##*/}",
+        "${m-8}",
+        "${x:010}",
+        "${x:1:08}",
+    ],
 )
 def test_an_expansion_of_what_is_not_known_stays_as_written(text):
     word = read_script(f"x=abc\nm=$1\nrun {text}", "run.sh")[-1].words[1]
