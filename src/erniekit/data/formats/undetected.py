@@ -42,7 +42,9 @@ def undetected(
 ) -> DataError:
     """first: a decoded row that fits no format, None where none could be decoded. problem: of rows that could not.
     broken: the first line that is no JSON."""
-    columns = "name the columns, e.g. columns: {prompt: q, response: a}; or give train_dataset_type / eval_dataset_type: "
+    columns = (
+        "name the columns, e.g. columns: {prompt: q, response: a}; or give train_dataset_type / eval_dataset_type: "
+    )
     fix = columns + ", ".join(formats)
     found = f": {described(first) if first is not None else problem or 'no row among the first is JSON'}"
     if isinstance(first, dict) and "text_info" in first:
