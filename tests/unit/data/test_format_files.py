@@ -134,7 +134,7 @@ def test_an_array_in_one_line_of_a_file_of_lines_is_told_with_what_makes_rows_of
     path.write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
     with pytest.raises(DataError) as refused:
         detect(path)
-    assert refused.value.what.endswith(": its first row is an array, in which rows have `src`, `tgt`")
+    assert refused.value.what.endswith(": its first row is an array, in which rows have `src` (a list), `tgt` (a list)")
     assert refused.value.where == str(path)
     assert "ends in .json; or write one object per line: jq -c '.[]' FILE > rows.jsonl" in refused.value.fix
     [(_, problem)] = read(path, "alpaca")
