@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -130,6 +131,29 @@ def test_the_first_step_of_a_tiny_model_comes_within_six_seconds(tiny_model: Pat
             break
     assert min(times) < LIMIT, times
     print(f"first step after {min(times):.2f} s")
+
+
+@pytest.mark.parametrize(
+    "delay", [0.1, *(pytest.param(n / 10, marks=pytest.mark.full) for n in (0, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20))]
+)
+def test_a_ctrl_c_behind_the_first_line_stops_the_command_whatever_it_imports(
+    delay: float, tiny_model: Path, rows: Path, tmp_path: Path
+) -> None:
+    """numpy's import drops the exception of a Ctrl-C, or is left in half."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "erniekit", *words(tiny_model, rows, tmp_path / "run"), "max_steps=100000"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "ERNIEKIT_CACHE": str(tmp_path / "cache")},
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline()
+    time.sleep(delay)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=600)
+    assert process.returncode in (75, 130), err  # 75: the run was prepared already, or trained
+    assert "fault of erniekit" not in err
+    if process.returncode == 130:
+        assert "global_step" not in out
 
 
 # What a command has imported when it ends, behind its own words.

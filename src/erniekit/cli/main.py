@@ -13,6 +13,7 @@ from types import ModuleType
 from erniekit.cli.commands import COMMANDS
 from erniekit.cli.crash import report_crash
 from erniekit.cli.installation import check_installation
+from erniekit.cli.interrupts import interrupts_wait_for_imports
 from erniekit.cli.system_limits import explained, require_descriptors
 from erniekit.errors import ConfigError, ErnieKitError, Preempted
 from erniekit.launch.failure import record
@@ -23,6 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     try:
         if argv is None:
+            interrupts_wait_for_imports()
             check_installation()
         return _dispatch(args)
     except ErnieKitError as e:

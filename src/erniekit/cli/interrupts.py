@@ -1,0 +1,57 @@
+"""Ctrl-C while modules are imported, the first seconds of most commands. Used by main.py.
+
+An import's C code may drop the KeyboardInterrupt, or leave half a module behind (numpy does both): the command would go
+on as if no key had been pressed, or end by an error that reads as a fault of ours. So a Ctrl-C waits for the end of the
+import.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import signal
+import threading
+import time
+from types import FrameType
+
+LOOK_EVERY = 0.05  # seconds
+_IMPORT = "<frozen importlib"  # how the file names of an import's frames begin
+_WAITS = b"\nstopping as soon as modules are imported; Ctrl-C again stops at once\n"
+
+
+def interrupts_wait_for_imports() -> None:
+    """Not where Ctrl-C is ignored (nohup) or handled already."""
+    on_main = threading.current_thread() is threading.main_thread()
+    if on_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _Interrupts())
+
+
+class _Interrupts:
+    def __init__(self) -> None:
+        self._waits = self._repeated = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        repeated, self._repeated = self._repeated, False
+        if not _importing(frame):
+            self._waits = False
+            raise KeyboardInterrupt
+        if not repeated:
+            if self._waits:
+                os._exit(128 + number)
+            self._waits = True
+            os.write(2, _WAITS)
+        _thread.start_new_thread(self._repeat, ())
+
+    def _repeat(self) -> None:
+        time.sleep(LOOK_EVERY)
+        self._repeated = True
+        # Whatever handles Ctrl-C by then is called; a real signal also ends a wait in C.
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+def _importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_IMPORT):
+            return True
+        frame = frame.f_back
+    return False
