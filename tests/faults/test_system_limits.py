@@ -20,6 +20,7 @@ import pytest
 
 from erniekit.cli import system_limits
 from erniekit.cli.main import main
+from erniekit.demo.tiny import make_tiny_model
 from erniekit.errors import ConfigError
 from faults.places import Place, words_of
 from faults.results import fault
@@ -147,6 +148,20 @@ def test_an_error_of_the_system_that_a_user_can_mend_is_three_lines(number):
     assert os.strerror(number) in told.what
     assert told.where == "/there/out"
     assert told.fix
+
+
+@pytest.mark.parametrize("key", ["train_dataset_path", "model_name_or_path", "output_dir", "tokenizer_name"])
+@pytest.mark.parametrize("length", [300, 5000])
+def test_a_text_that_is_too_long_for_a_path_is_three_lines(key, length, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"src": ["one"], "tgt": ["two"]}\n')
+    make_tiny_model(tmp_path / "model")
+    keys = dict(model_name_or_path="model", train_dataset_path="rows.jsonl", output_dir="out", device="cpu")
+    assert main(["train", *(f"{name}={value}" for name, value in {**keys, key: "x" * length}.items())]) == 2
+    what, where, fix = capsys.readouterr().err.splitlines()[-3:]
+    assert what.startswith(f"error: {os.strerror(errno.ENAMETOOLONG)}: a path of ")
+    assert len(where) < 100
+    assert fix.startswith("fix: ")
 
 
 def test_any_other_error_of_the_system_stays_a_fault_of_ours():

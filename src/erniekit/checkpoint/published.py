@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from erniekit.checkpoint.final_model import model_files
 from erniekit.checkpoint.fp8_file import FILE as FP8_SCALES
 from erniekit.checkpoint.manifest import MANIFEST, SAMPLED_ABOVE, Damaged, FileRecord, Verify, depth_of, kind_of
 from erniekit.errors import CheckpointError
-from erniekit.files.json_file import read_object
+from erniekit.files.json_file import MAX_BYTES, read_object
 from erniekit.files.lfs_pointer import refuse_pointer
 from erniekit.files.listed import Listed, has_file
 from erniekit.files.record import RECORD, OwnedFiles
@@ -98,6 +99,9 @@ def check_checkpoint(folder: Path, depth: manifest.Depth, only: Callable[[str], 
 def _can_be_read(path: Path) -> bool:
     """A setting that a person wrote; not what is left of a file that was cut, emptied or overwritten."""
     try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_BYTES:  # reading a pipe waits for ever
+            return False
         if path.suffix == ".json":
             return bool(read_object(path, CheckpointError))
         text = path.read_text(encoding="utf-8")

@@ -11,9 +11,11 @@ import os
 from erniekit.errors import ConfigError, ErnieKitError
 from erniekit.files.descriptors import raise_descriptors
 from erniekit.files.unwritable import way_out
+from erniekit.printable import plain
 
 NEEDED = 64  # descriptors of one process: libraries, a model's files, a socket or two
 NEEDED_BY_RANKS = 128  # where ranks communicate: some connections for each group of them
+_SHOWN = 80  # characters of a path that is too long
 _FULL = (errno.EMFILE, errno.ENFILE)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -42,6 +44,12 @@ def explained(error: OSError) -> ErnieKitError | None:
         )
     if error.errno in _FORBIDDEN and named:
         return ConfigError(f"{error.strerror}: {named}", where=named, fix=f"{way_out(error)}, or choose another folder")
+    if error.errno == errno.ENAMETOOLONG:
+        return ConfigError(
+            f"{error.strerror}: a path of {len(os.fsencode(named)):,} bytes; a name in it may have 255 on most disks",
+            where=plain(named, _SHOWN),
+            fix="give a shorter one; where text stands in the place of a path, put it into a file",
+        )
     if error.errno in _NO_SPACE:
         return ConfigError(
             f"{error.strerror or 'no space left'}",

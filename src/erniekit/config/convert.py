@@ -89,6 +89,9 @@ def _text(k: Key, value: Any, where: str) -> str:
     if isinstance(value, (dict, list, tuple)):
         raise _refuse(k, value, where)
     text = str(value)
+    if "\0" in text:
+        came = "" if k.secret else f": {text!r}"
+        raise ConfigError(f"{k.name} holds a NUL, which no file's name may{came}", where=where, fix="leave \\0 out")
     if not k.choices or text in k.choices or (k.further is not None and text in k.further):
         return text
     for choice in k.choices:

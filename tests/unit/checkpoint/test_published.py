@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from erniekit.checkpoint import manifest, probe, published
 from erniekit.checkpoint.final_model import publish_model
 from erniekit.checkpoint.manifest import MANIFEST
 from erniekit.checkpoint.model_folder import ModelFolder
-from erniekit.checkpoint.published import check_answer, check_published
+from erniekit.checkpoint.published import check_answer, check_checkpoint, check_published
 from erniekit.checkpoint.writer import publish
 from erniekit.cli.main import main
 from erniekit.config import load as load_config
@@ -33,6 +34,7 @@ from erniekit.models import score_head
 from erniekit.serve.engines import EXTERNAL
 from erniekit.serve.engines.external import make_target
 from erniekit.serve.loaded_models import find_models
+from support.clock import until
 
 WEIGHTS = "model.safetensors"
 
@@ -145,6 +147,31 @@ def test_a_tokenizer_that_was_left_out_is_warned_of_and_another_may_be_used(outp
     assert f"{lost} is missing: it was there when the model was saved" in capsys.readouterr().err
     with pytest.raises(CheckpointError):
         find_model(lost.parent).tokenizer()
+
+
+@pytest.mark.parametrize("name", ["config.json", "chat_template.jinja"])
+@pytest.mark.parametrize("what", ["a pipe", "a device", "too large"])
+def test_a_setting_that_is_no_text_of_a_person_is_damage_and_no_wait(name: str, what: str, tmp_path: Path) -> None:
+    folder = publish(tmp_path, "checkpoint-4", lambda folder: (folder / name).write_text("{}") and None)
+    (folder / name).unlink()
+    if what == "a pipe":
+        os.mkfifo(folder / name)
+    elif what == "a device":
+        (folder / name).symlink_to("/dev/zero")
+    else:
+        (folder / name).touch()
+        os.truncate(folder / name, 1 << 40)
+    told: list[str] = []
+
+    def check() -> None:
+        with pytest.raises(CheckpointError) as error:
+            check_checkpoint(folder, "full")
+        told.append(error.value.what)
+
+    thread = threading.Thread(target=check, daemon=True)
+    thread.start()
+    until(lambda: told or not thread.is_alive(), "the check to end")
+    assert name in told[0]
 
 
 def test_an_edited_manifest_is_refused_with_a_way_out(output: Path) -> None:

@@ -76,6 +76,14 @@ def test_a_device_that_resembles_none_is_refused_with_what_there_is() -> None:
     assert refused.value.fix.startswith("gpu, cpu, or a vendor's name")
 
 
+@pytest.mark.parametrize("name", ["output_dir", "train_dataset_path", "model_name_or_path"])
+def test_a_text_with_a_nul_is_refused_by_its_key(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} holds a NUL, which no file's name may") as error:
+        value_of(name, "a\0b")
+    assert error.value.where == "here"
+    assert "leave" in error.value.fix
+
+
 def test_report_to_none_is_an_empty_list():
     assert value_of("report_to", "none") == ()
     assert value_of("report_to", "tensorboard,wandb") == ("tensorboard", "wandb")

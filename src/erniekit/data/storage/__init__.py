@@ -39,7 +39,14 @@ def is_remote(path: str | Path) -> bool:
 def as_place(name: str | Path) -> str | Path:
     """A local path, `file://` too, as a Path; anything else as it was written."""
     if isinstance(name, str) and name.startswith("file://"):
-        return Path(unquote(urlsplit(name).path))
+        host, slash, path = name.removeprefix("file://").partition("/")
+        if host not in ("", "localhost") or not slash:
+            raise DataError(
+                "a file:// address begins with file:/// and a whole path; this one names a machine",
+                where=name,
+                fix=f"write file:///{name.removeprefix('file://')}, or the path alone",
+            )
+        return Path(unquote(urlsplit("file:///" + path).path))
     return name if is_remote(name) else Path(name).expanduser()
 
 

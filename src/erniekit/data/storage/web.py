@@ -29,7 +29,11 @@ _PART = re.compile(r"bytes ([0-9]{1,18})-[0-9]{0,18}/([0-9]{1,18}|\*)")  # its f
 
 class WebFile(StoredFile):
     def __init__(self, url: str) -> None:
-        self.url, self.name = url, unquote(urlsplit(url).path.rpartition("/")[2])
+        try:
+            path = urlsplit(url).path
+        except ValueError as error:
+            raise DataError(f"this is no address: {error}", where=public(url), fix="check its host") from None
+        self.url, self.name = url, unquote(path.rpartition("/")[2])
         self._headers: Any = None
 
     def __str__(self) -> str:

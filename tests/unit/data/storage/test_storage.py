@@ -194,6 +194,22 @@ def test_a_file_url_is_a_file_and_windows_of_words_are_told_apart(local) -> None
     assert not is_remote(str(local))
 
 
+@pytest.mark.parametrize("address", ["file://rows.jsonl", "file://store/rows.jsonl", "file://", "file://[::1"])
+def test_a_file_url_that_names_a_machine_is_refused(address: str, tmp_path: Path, monkeypatch) -> None:
+    """Its path alone was taken before: of file://rows.jsonl that is the folder one stands in."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other.jsonl").write_text("{}")
+    with pytest.raises(DataError, match="begins with file:///") as error:
+        listed_files([address])
+    assert error.value.where == address
+
+
+def test_an_address_that_is_none_is_refused() -> None:
+    with pytest.raises(DataError, match="this is no address") as error:
+        located("https://[::1/rows.jsonl")
+    assert error.value.where == "https://[::1/rows.jsonl"
+
+
 def test_folders_and_patterns_are_their_files_by_name(tmp_path: Path, caplog, capsys) -> None:
     for name in ("b/2.jsonl", "a.json", "c.csv", ".hidden/x.jsonl", "notes.md", "dataset_info.json", "t.txt"):
         path = tmp_path / "set" / name
