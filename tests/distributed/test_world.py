@@ -82,3 +82,19 @@ def test_a_rank_that_loses_the_store_says_that_another_ended_first() -> None:
     assert "rank 1 could not connect to the others" in said
     assert "where another rank ended first, its log says why" in said
     assert code == 1
+
+
+@pytest.mark.parametrize("missing", ["RANK", "MASTER_ADDR", "MASTER_PORT"])
+def test_a_variable_without_which_ranks_do_not_meet_is_named(missing: str) -> None:
+    ranks = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "8080"}
+    ranks.pop(missing)
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "MASTER_ADDR", "MASTER_PORT")}
+    code = CODE.replace("except DeviceError", "except ConfigError").replace("import DeviceError", "import ConfigError")
+    ran = subprocess.run(
+        [sys.executable, "-c", code, "cpu", "at once"],
+        env={**env, **ranks},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert f"WORLD_SIZE is 2, and {missing} is not set" in ran.stdout + ran.stderr

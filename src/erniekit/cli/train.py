@@ -12,7 +12,6 @@ from erniekit.cli.system_limits import NEEDED_BY_RANKS, require_descriptors
 from erniekit.config import load
 from erniekit.launch.plan import (
     LAUNCH_NAME,
-    check_rank_variables,
     choose_devices,
     drop_stray_rank,
     inside,
@@ -41,6 +40,5 @@ def train_command(args: list[str]) -> int:
             run.check_world(cfg, launch.world)
             take_output(cfg)
             return start(launch, [sys.executable, "-m", "erniekit.cli.launch_rank", "train", *args])
-    check_rank_variables()
     run.run_train(cfg, ["erniekit", "train", *args], launch_name(), begun=not inside() or LAUNCH_NAME in os.environ)
     return 0

@@ -63,20 +63,6 @@ def drop_stray_rank(env: MutableMapping[str, str] | None = None) -> None:
         warn(f"RANK={env.pop('RANK')} of the environment is not read: WORLD_SIZE and LOCAL_RANK are not set with it")
 
 
-def check_rank_variables(env: Mapping[str, str] | None = None) -> None:
-    """Of a process that is one of WORLD_SIZE ranks, before torch looks for the others."""
-    env = os.environ if env is None else env
-    ranks = _number(env, "WORLD_SIZE", 1)
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
-    if ranks > 1 and missing:
-        raise ConfigError(
-            f"WORLD_SIZE is {ranks}, and {missing[0]} is not set",
-            where="environment",
-            fix="unset WORLD_SIZE, and erniekit train starts the ranks itself (nproc_per_node; NNODES); or give each "
-            "rank RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
-        )
-
-
 def launch_name(env: Mapping[str, str] | None = None) -> str:
     """Of the launcher that started this rank and starts it again after a crash; "" where nothing restarts it.
 

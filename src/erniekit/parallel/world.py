@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from erniekit.devices.islands import island_of_rank, parse_islands
-from erniekit.errors import DeviceError, ErnieKitError, PlanError
+from erniekit.errors import ConfigError, DeviceError, ErnieKitError, PlanError
 from erniekit.parallel.islands import ACROSS, Islands, check_islands
 from erniekit.parallel.layout import Layout, fit
 from erniekit.parallel.mesh import World
@@ -179,6 +179,7 @@ def _join(rank: int, size: int, device: Device, layout: Layout, mixes: bool, on_
 
     if dist.is_initialized():
         return None
+    check_rank_variables(size)
     try:
         store, rank, size = next(iter(dist.rendezvous("env://", rank, size, timeout=MEET)))
         store.set(f"device/{rank}", json.dumps([device.interconnect, device.backend]))
@@ -197,6 +198,18 @@ def _join(rank: int, size: int, device: Device, layout: Layout, mixes: bool, on_
     backend = device.backend if islands is None else ACROSS
     dist.init_process_group(backend, store=prefix, rank=rank, world_size=size, timeout=TALK)
     return islands
+
+
+def check_rank_variables(ranks: int) -> None:
+    """Of one of WORLD_SIZE ranks, before torch looks for the others."""
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise ConfigError(
+            f"WORLD_SIZE is {ranks}, and {missing[0]} is not set",
+            where="environment",
+            fix="unset WORLD_SIZE, and erniekit train starts the ranks itself (nproc_per_node; NNODES); or give each "
+            "rank RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+        )
 
 
 def index_on_node(rank: int, local: int, interconnects: Sequence[str]) -> int:

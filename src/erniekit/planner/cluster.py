@@ -34,7 +34,8 @@ class Island:
 
     def describe(self) -> str:
         count = f"{self.machines} x {self.devices}" if self.machines > 1 else f"{self.devices}"
-        return f"{count} {self.card.name} of {self.card.memory / GIB:.0f} GiB"
+        name = self.card.name if self.card.name[:1].isalpha() else f"cards ({self.card.name})"  # 80G: by memory alone
+        return f"{count} {name} of {self.card.memory / GIB:.0f} GiB"
 
 
 @dataclass(frozen=True)

@@ -201,7 +201,8 @@ def _show(
 ) -> None:
     from erniekit.planner import report
 
-    emit(f"layouts  {found.tried} counted, {len(found.ranked)} fit {place.room / 2**30:.0f} GiB a rank")
+    room = f"the {place.room / 2**30:.0f} GiB that a rank may fill"
+    emit(f"layouts  {found.tried} counted, {len(found.ranked)} fit {room}")
     if found.ranked:
         for line in (*report.table(found.ranked, top), "", *report.bytes_table(found.ranked[0])):
             emit(f"  {line}" if line else "")

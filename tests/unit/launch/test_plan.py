@@ -15,7 +15,6 @@ from erniekit.devices import entry_of
 from erniekit.errors import ConfigError, DeviceError
 from erniekit.launch.plan import (
     LaunchPlan,
-    check_rank_variables,
     choose_devices,
     drop_stray_rank,
     inside,
@@ -188,16 +187,6 @@ def test_a_command_in_a_shell_with_a_rank_prints_what_it_always_prints(tmp_path:
     assert ran.returncode == 0
     assert "rows.jsonl" in ran.stdout
     assert "RANK=1" in ran.stderr
-
-
-def test_what_a_rank_needs_to_find_the_others_is_named() -> None:
-    check_rank_variables({})
-    check_rank_variables({"WORLD_SIZE": "1", "RANK": "0"})
-    all_four = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "8080"}
-    check_rank_variables(all_four)
-    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
-        with pytest.raises(ConfigError, match=f"WORLD_SIZE is 2, and {name} is not set"):
-            check_rank_variables({key: value for key, value in all_four.items() if key != name})
 
 
 def test_planning_imports_no_torch_on_one_device(root: Path) -> None:
