@@ -5,8 +5,8 @@
 
 Checks run one after the other, in the order of --only. One that would end after the time is left out and named; one
 that takes twice as long as it should is stopped with all its processes, and the next one begins. Output of each is in
-OUT/NAME.log; what each printed last comes at the end, beside what must hold: tests, versions.py and whole commands
-decide by their exit code, of servers the figures are to be read. Exit code 1 where a check failed, was stopped or was
+OUT/NAME.log; what each printed last comes at the end, beside what must hold: tests and versions.py decide by their exit
+code, of servers and whole commands the figures are to be read. Exit code 1 where a check failed, was stopped or was
 left out.
 """
 
@@ -71,7 +71,7 @@ _ALL = (
     ),
     CardCheck(
         "commands", 270, "-m erniekit bench --real --only dpo-rows,lora-fp8 --layers 8 --again --output_dir {out}/real",
-        "whole commands reach their aims",
+        "whole commands end without a failure; their figures are to be read",
     ),
 )  # fmt: skip
 CHECKS = {check.name: check for check in _ALL}
@@ -90,6 +90,8 @@ def main() -> int:
     if any("{before}" in CHECKS[name].words for name in chosen) and flags.before is None:
         print("versions are compared with another one: name its src folder by --before", file=sys.stderr)
         return 2
+    flags.out = flags.out.resolve()
+    flags.before = flags.before and flags.before.resolve()
     flags.out.mkdir(parents=True, exist_ok=True)
     ends = time.monotonic() + flags.minutes * 60
     rows = [checked(CHECKS[name], flags, ends) for name in chosen]
@@ -103,7 +105,7 @@ def checked(check: CardCheck, flags: argparse.Namespace, ends: float) -> tuple[s
     left = ends - time.monotonic()
     if left < check.seconds:
         return f"left out: it takes {check.seconds} s, and {max(0.0, left):.0f} are left", []
-    command = [sys.executable, *check.words.format(before=flags.before, out=flags.out).split()]
+    command = [sys.executable, *(word.format(before=flags.before, out=flags.out) for word in check.words.split())]
     log, began = flags.out / f"{check.name}.log", time.monotonic()
     source = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
     with log.open("w", encoding="utf-8") as out:

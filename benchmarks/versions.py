@@ -73,13 +73,15 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         out.append(_difference(kind, before["kinds_ms"].get(kind, 0.0), now["kinds_ms"].get(kind, 0.0)))
     first, second = ({one["kernel"]: one["ms"] for one in run["longest"]} for run in (before, now))
     names = sorted({*first, *second}, key=lambda name: -abs(second.get(name, 0.0) - first.get(name, 0.0)))
-    return out + [
-        _difference(f"  {name}", first.get(name, 0.0), second.get(name, 0.0)) for name in names[:MOST_KERNELS]
-    ]
+    out.append("  the kernels that differ most (-: not among the longest)")
+    for name in names[:MOST_KERNELS]:
+        both = (f"{times[name]:9.2f}" if name in times else f"{'-':>9}" for times in (first, second))
+        out.append(f"  {' '.join(both)}  {name}")
+    return out
 
 
 def _difference(what: str, before: float, now: float) -> str:
-    return f"  {what[:40]:<40} {before:9.2f} {now:9.2f} {now - before:+8.2f}"
+    return f"  {what:<40} {before:9.2f} {now:9.2f} {now - before:+8.2f}"
 
 
 def shown(run: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import TextIO
 
 from erniekit.printable import plain_lines, public
@@ -20,6 +20,14 @@ def stream() -> TextIO:
 
 def is_main_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
+
+
+def drop_stray_rank(env: MutableMapping[str, str] | None = None) -> None:
+    """A RANK that a platform or a shell left to a process which is alone: with it the command would print nothing and
+    keep no records, as ranks other than 0 do."""
+    env = os.environ if env is None else env
+    if env.get("RANK", "0") not in ("", "0") and env.get("WORLD_SIZE", "1") in ("", "1"):
+        warn(f"RANK={env.pop('RANK')} of the environment is not read: WORLD_SIZE names no other ranks")
 
 
 def colour_on(out: TextIO | None = None) -> bool:

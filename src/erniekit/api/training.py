@@ -14,6 +14,7 @@ from erniekit.config import load as load_config
 from erniekit.config.flat import is_known
 from erniekit.data.given_rows import GivenRows
 from erniekit.errors import ConfigError
+from erniekit.log import drop_stray_rank
 from erniekit.loss_table import IN_SESSION
 from erniekit.losses.own_preference import PairLoss
 from erniekit.recipes.own_loss import OwnLoss, loss_key, session_loss
@@ -86,6 +87,7 @@ def train(
     alone = not hooks and not trackers and own is None
     words = ["erniekit", "train"] if alone else ["python:", "erniekit.train"]
     command = [*words, *files, *(f"{name}={_word(value)}" for name, value in given.items())]
+    drop_stray_rank()
     result = run_train(cfg, command, session=Session(hooks, trackers, own, tuple(rows.values())))
     return TrainingRun(result.output_dir, result)
 

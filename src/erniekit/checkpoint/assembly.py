@@ -133,8 +133,10 @@ def _plan_one_file(whole: Sequence[Source], name: str, tag: str, holders: Holder
     for group in _in_groups(_closed(whole, contents), max(1, share // 16)):
         of: dict[int, int] = {}
         for source in group:
-            of |= {rank: of.get(rank, 0) + source.bytes for rank in held[source.ours]}
-        able = {rank for rank, size in of.items() if 4 * size >= max(of.values())}
+            size = source.bytes
+            of |= {rank: of.get(rank, 0) + size for rank in held[source.ours]}
+        most = max(of.values())
+        able = {rank for rank, size in of.items() if 4 * size >= most}
         if last not in able or load[last] >= share:
             last = min(able, key=lambda rank: (load.get(rank, 0), rank))
         size = sum(source.bytes for source in group)

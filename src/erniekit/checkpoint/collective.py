@@ -24,6 +24,7 @@ from erniekit.checkpoint.wire import TIMEOUT
 from erniekit.checkpoint.writer import AsyncSaver
 from erniekit.errors import CheckpointError, RankLost
 from erniekit.log import warn
+from erniekit.printable import counted
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -209,7 +210,10 @@ class CollectiveSaves:
             return self.manager.output_dir / outcome["name"]
         self.misses += 1
         self.failed.append((self._closed[0], outcome["what"]))
-        if final or fault or self.misses >= self.manager.max_misses:
+        if self.misses >= self.manager.max_misses and not (final or fault):
+            outcome = {**outcome, "what": f"{outcome['what']}; {counted(self.misses, 'save')} failed in a row"}
+            raise CheckpointError(**outcome)
+        if final or fault:
             raise CheckpointError(**outcome)
         warn(f"CHECKPOINT NOT SAVED: {outcome['what']} ({self.misses} of {self.manager.max_misses} in a row)")
         return None

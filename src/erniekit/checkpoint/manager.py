@@ -287,7 +287,7 @@ class CheckpointManager:
             self.misses += 1
             safe = self._newest()
             if final or self.misses >= self.max_misses:
-                # Whoever asks for a final one, which is every save of several ranks, counts by itself.
+                # CollectiveSaves, for which every save is a final one, counts them by itself.
                 many = "" if final else f"{counted(self.misses, 'save')} failed in a row, "
                 raise CheckpointError(f"{error.what}; {many}{safe}", where=error.where, fix=error.fix) from error
             warn(f"CHECKPOINT NOT SAVED: {error.what} ({self.misses} of {self.max_misses} in a row; {safe})")

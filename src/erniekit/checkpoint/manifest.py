@@ -97,7 +97,7 @@ class Manifest:
             )
         for name, record in files.items():
             if wrong := record.impossible() if is_inside(name) else "name":
-                raise ValueError(f"has an entry {name[:80]!r} whose {wrong} is none")
+                raise ValueError(f"has an entry {name[:80]!r} with an invalid {wrong}")
         if not isinstance(info, dict):
             raise ValueError("has no info")
         return cls(files, info)

@@ -85,15 +85,21 @@ def check_published(folder: Path, verify: Verify = "auto", probed: bool = False)
 
 def check_checkpoint(folder: Path, depth: manifest.Depth, only: Callable[[str], bool] = lambda name: True) -> None:
     """Raises `Damaged` where a file of a checkpoint with a manifest is not what was saved. Settings may be edited ones,
-    as long as they can be read: `check_published` warns of them. only: the files, by name, that matter."""
-    saved = manifest.check(folder, depth, only=lambda name: only(name) and not name.endswith(_EDITABLE))
+    as long as they can be read; scales of fp8 are none. only: the files, by name, that matter."""
+
+    def is_setting(name: str) -> bool:
+        return name.endswith(_EDITABLE) and name != FP8_SCALES
+
+    saved = manifest.check(folder, depth, only=lambda name: only(name) and not is_setting(name))
     for name in filter(only, saved.files):
-        if name.endswith(_EDITABLE):
+        if is_setting(name):
             try:
                 manifest.check(folder, depth, only=name.__eq__)
             except Damaged:
                 if not (name in model_files(saved) and _can_be_read(folder / name)):
                     raise
+                if not _computes(name):  # of those check_published warns
+                    warn_once(f"{folder / name} was changed after it was saved; it is used as it is now")
 
 
 def _can_be_read(path: Path) -> bool:

@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from types import FrameType
 
 LOOK_EVERY = 0.05  # seconds
@@ -19,16 +20,16 @@ _IMPORT = "<frozen importlib"  # how the file names of an import's frames begin
 _WAITS = b"\nstopping as soon as modules are imported; Ctrl-C again stops at once\n"
 
 
-def interrupts_wait_for_imports() -> None:
-    """Not where Ctrl-C is ignored (nohup) or handled already."""
+def interrupts_wait_for_imports(silent: bool = False) -> None:
+    """Not where Ctrl-C is ignored (nohup) or handled already. silent: one of several ranks."""
     on_main = threading.current_thread() is threading.main_thread()
     if on_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _Interrupts())
+        signal.signal(signal.SIGINT, _Interrupts(silent))
 
 
 class _Interrupts:
-    def __init__(self) -> None:
-        self._waits = self._repeated = False
+    def __init__(self, silent: bool) -> None:
+        self._silent, self._waits, self._repeated = silent, False, False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         repeated, self._repeated = self._repeated, False
@@ -39,7 +40,8 @@ class _Interrupts:
             if self._waits:
                 os._exit(128 + number)
             self._waits = True
-            os.write(2, _WAITS)
+            with suppress(OSError):  # whatever reads stderr may have got the signal, too
+                os.write(2, b"" if self._silent else _WAITS)
         _thread.start_new_thread(self._repeat, ())
 
     def _repeat(self) -> None:

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 
+from erniekit.cli.interrupts import interrupts_wait_for_imports
 from erniekit.cli.main import main
 from erniekit.launch.failure import LAUNCHED
 
@@ -27,6 +28,7 @@ def die_with_the_launcher() -> None:
 
 if __name__ == "__main__":
     die_with_the_launcher()
+    interrupts_wait_for_imports(silent=True)
     code = main(sys.argv[1:])
     if code not in (0, 75):
         # Leave now: closing process groups and threads can wait for a peer that is no more.

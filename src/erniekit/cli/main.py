@@ -17,6 +17,7 @@ from erniekit.cli.interrupts import interrupts_wait_for_imports
 from erniekit.cli.system_limits import explained, require_descriptors
 from erniekit.errors import ConfigError, ErnieKitError, Preempted
 from erniekit.launch.failure import record
+from erniekit.log import drop_stray_rank
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -71,10 +72,8 @@ def _dispatch(args: list[str]) -> int:
         raise _unknown(command)
     if command not in ("help", "version", "config"):
         require_descriptors()
-    if os.environ.get("RANK", "0") != "0" and command != "train":  # which reads it as the number of a machine
-        from erniekit.launch.plan import drop_stray_rank
-
-        drop_stray_rank()
+        if command != "train":  # which may read RANK as the number of a machine
+            drop_stray_rank()
     part = dict(COMMANDS[command].parts).get(rest[0]) if rest else None
     if part:
         return call(part, rest[1:])

@@ -13,7 +13,6 @@ from erniekit.config import load
 from erniekit.launch.plan import (
     LAUNCH_NAME,
     choose_devices,
-    drop_stray_rank,
     inside,
     launch_name,
     machines,
@@ -21,6 +20,7 @@ from erniekit.launch.plan import (
     plan,
 )
 from erniekit.launch.start import start
+from erniekit.log import drop_stray_rank
 
 
 def train_command(args: list[str]) -> int:

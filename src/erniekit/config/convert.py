@@ -91,7 +91,7 @@ def _text(k: Key, value: Any, where: str) -> str:
     text = str(value)
     if "\0" in text:
         came = "" if k.secret else f": {text!r}"
-        raise ConfigError(f"{k.name} holds a NUL, which no file's name may{came}", where=where, fix="leave \\0 out")
+        raise ConfigError(f"{k.name} holds a NUL character{came}", where=where, fix="leave \\0 out")
     if not k.choices or text in k.choices or (k.further is not None and text in k.further):
         return text
     for choice in k.choices:

@@ -140,6 +140,13 @@ def _read_yaml(text: str, name: str) -> dict[str, FileEntry]:
 
 
 _UNFINISHED = ("a simple key", "a quoted scalar", "a flow sequence", "a flow mapping")
+_KEY = re.compile(r"\s*[\w.-]+\s*:(\s|$)")
+
+
+def _begins_another(text: str, mark: Any) -> bool:
+    """Whether the line of an error is behind what it is about: the next key, or the end."""
+    lines = text.splitlines()
+    return mark is None or mark.line >= len(lines) or bool(_KEY.match(lines[mark.line]))
 
 
 def _compose(text: str, name: str) -> Any:
@@ -155,8 +162,8 @@ def _compose(text: str, name: str) -> Any:
         return yaml.compose(text, Loader=loader)
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None)
-        if str(getattr(e, "context", "")).endswith(_UNFINISHED):  # found out where the next thing begins
-            mark = getattr(e, "context_mark", mark)
+        if str(getattr(e, "context", "")).endswith(_UNFINISHED) and _begins_another(text, mark):
+            mark = getattr(e, "context_mark", mark)  # what was not finished
         where = f"{name}:{mark.line + 1}" if mark and not name.startswith(("flag", "key=")) else name
         problem = getattr(e, "problem", None) or getattr(e, "reason", None) or "unreadable"
         raise ConfigError(f"not valid YAML: {problem}", where=where, fix="correct the line") from None

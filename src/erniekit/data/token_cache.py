@@ -260,7 +260,7 @@ def cache_key(job: TokeniseJob, content: str) -> str:
         "thinking": job.thinking,
         "pairs": asdict(job.pairs) if job.pairs else None,
         **({"columns": job.columns} if job.columns else {}),
-        **({"array": True} if is_array_by_name(job.path) else {}),  # the same bytes are one row elsewhere
+        **({"array": True} if is_array_by_name(located(job.path).name) else {}),  # the same bytes are one row elsewhere
         **job.more_key(),
         **_reader_key(job.format, job.formats),
     }

@@ -310,7 +310,7 @@ TENSORS = (
 
 def _to(value: Any, device: torch.device, pin: bool) -> Any:
     """Tensors, and the tensors inside the nouns above."""
-    if value is None or isinstance(value, int):
+    if value is None or isinstance(value, (int, float)):
         return value
     if isinstance(value, Vision):
         return value._replace(**{name: _to(getattr(value, name), device, pin) for name in ("patches", "places")})

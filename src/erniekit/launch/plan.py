@@ -8,14 +8,13 @@ from __future__ import annotations
 import os
 import socket
 import uuid
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from erniekit.config import RunConfig
 from erniekit.devices import AUTO, entry_of, named_one
 from erniekit.errors import ConfigError, DeviceError
-from erniekit.log import warn
 from erniekit.printable import counted
 
 DEFAULT_PORT = 8080
@@ -53,14 +52,6 @@ def inside(env: Mapping[str, str] | None = None) -> bool:
 
 def machines(cfg: RunConfig, env: Mapping[str, str] | None = None) -> int:
     return cfg.launch.nnodes or _number(os.environ if env is None else env, "NNODES", 1)
-
-
-def drop_stray_rank(env: MutableMapping[str, str] | None = None) -> None:
-    """A RANK that a platform or a shell left to a process which is no rank: with it the command would print nothing and
-    keep no records, as ranks other than 0 do."""
-    env = os.environ if env is None else env
-    if not inside(env) and env.get("RANK", "0") != "0" and _number(env, "WORLD_SIZE", 1) == 1:
-        warn(f"RANK={env.pop('RANK')} of the environment is not read: WORLD_SIZE and LOCAL_RANK are not set with it")
 
 
 def launch_name(env: Mapping[str, str] | None = None) -> str:

@@ -105,7 +105,9 @@ def check_answers(
         return
     verdict = _verdict(answer, probe, dtype, config, device)
     if verdict is None or not verdict.max_difference <= verdict.tolerance:  # NaN is refused, too
-        reason = "its vocabulary is another" if verdict is None else verdict.failed()
+        reason = (
+            "it does not take the tokens or pictures of the adapter's probe" if verdict is None else verdict.failed()
+        )
         exact = dtype == torch.float32 and "float32" in probe.setting
         if same and config.moe is not None and not exact and verdict is not None:
             # Rounding tips a router's choice between two nearly equal experts, and the logits move by far more.
@@ -143,7 +145,7 @@ def check_model(adapter: Path, base: Path, model: nn.Module) -> None:
 def _verdict(
     answer: Answer, probe: Probe, dtype: torch.dtype, config: Any, device: torch.device | None
 ) -> Verdict | None:
-    """None where the model cannot be run on the probe: it has another vocabulary."""
+    """None where the model cannot be run on the probe: its vocabulary or its tower is another."""
     assert probe.rows is not None
     if not probe.fits(config):
         return None

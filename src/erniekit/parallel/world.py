@@ -135,7 +135,7 @@ def device_here(islands: Sequence[str], otherwise: str) -> str:
     """The `device` value of this process: its island's, where ranks on unlike devices are started."""
     if not islands or ranks_started() == 1:
         return otherwise
-    found = island_of_rank(parse_islands(islands), int(os.environ.get("RANK", "0")))
+    found = island_of_rank(parse_islands(islands), int(os.environ.get("RANK") or "0"))
     return otherwise if found is None else found.device
 
 
@@ -144,7 +144,7 @@ def open_world(parallel: Any, device: Device, moe_group: str = "none", on_one: i
     size = ranks_started()
     check_ranks_of_islands(parallel.islands, size)
     layout = fit(size, layout_of(parallel, moe_group=moe_group))
-    rank = int(os.environ.get("RANK", "0")) if size > 1 else 0
+    rank = int(os.environ.get("RANK") or "0") if size > 1 else 0
     world = World(layout, rank, device.type)
     if size > 1:
         world.islands = _join(rank, size, device, layout, bool(parallel.islands), on_one)

@@ -227,7 +227,7 @@ def gradients(
     loss: own_loss.OwnLoss | None = None,
 ) -> Check:
     """Every trainable tensor gets one; LoRA's A only moves once B has, so a zero there is right at the start."""
-    whole = first.pairs is not None or first.vision is not None
+    whole = first.pairs is not None or bool(first.tower_inputs())
     batch = first if whole else longest_document(first, GRADIENT_TOKENS, built.engine.length_multiple)
     batch = with_future(batch, built.mtp_tokens) if built.mtp_tokens else batch
     batch = batch if prepare is None else prepare([batch])[0]

@@ -16,9 +16,9 @@ def begin(cfg: RunConfig, shown: bool = False, own_rows: bool = False) -> None:
     """shown: the line has been printed, by the launcher of this rank. own_rows: a Python session has some."""
     refuse_not_yet_supported(cfg)
     output = take_output(cfg, create=False)  # a missing model or a mistyped key leaves no folder behind
-    resolve_model(cfg.model.model_name_or_path, cfg.model.download_hub)
     if not own_rows:
         refuse_missing_data(cfg)
+    resolve_model(cfg.model.model_name_or_path, cfg.model.download_hub)  # which may download it
     if not shown:
         compat = ", compat: erniekit" if cfg.train.compat else ""
         announce_work(f"{cfg.train.stage}, seed {cfg.train.seed}{compat}, to {output}")

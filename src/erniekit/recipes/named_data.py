@@ -31,7 +31,7 @@ def refuse_missing_data(cfg: RunConfig) -> None:
 def _refuse_divided(cfg: RunConfig) -> None:
     """A single file whose name has a comma, at which keys of several files are divided."""
     for key in _read_keys(cfg):
-        whole = ",".join(cfg[key] or ())
+        whole = os.path.expanduser(",".join(cfg[key] or ()))
         if len(cfg[key] or ()) > 1 and os.path.isfile(whole):
             raise DataError(
                 "commas separate datasets, and the name of this file has one",
@@ -56,5 +56,5 @@ def _read_keys(cfg: RunConfig) -> Iterator[str]:
             yield "eval_dataset_path"
     elif t.do_eval or t.evaluation_strategy != "no":
         yield "eval_dataset_path"
-    if t.stage == "VL-SFT":
+    if t.stage == "VL-SFT" and cfg.command != "quantize":
         yield "text_dataset_path"

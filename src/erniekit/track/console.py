@@ -85,7 +85,7 @@ class ConsoleTracker(Tracker):
     def _eta(self, step: int) -> str:
         """By the steps since the first that was logged: what comes once (compilation, recording) is before it."""
         now, (first, began) = time.monotonic(), self._counted_from
-        if first == self._start_step:
+        if first == self._start_step or step <= first:  # a run may go back to an earlier step
             self._counted_from = (step, now)
         return duration((now - began) / max(1, step - first) * (self._total - step))
 

@@ -45,6 +45,7 @@ def test_json_keys_know_their_lines(tmp_path):
         ("seed: 1\nstage: 'SFT\nmax_steps: 2\n", 2),
         ("seed: 1\nmax_steps: 2\n\tbatch_size: 3\n", 3),
         ("seed: 1\nstage: a: b\n", 2),
+        ('seed: 1\nreport_to: [\n  "a"\n  "b"\n]\n', 4),
     ],
 )
 def test_yaml_that_cannot_be_read_names_the_line_to_correct(tmp_path, text, line):

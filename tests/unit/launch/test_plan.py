@@ -16,7 +16,6 @@ from erniekit.errors import ConfigError, DeviceError
 from erniekit.launch.plan import (
     LaunchPlan,
     choose_devices,
-    drop_stray_rank,
     inside,
     launch_name,
     needed,
@@ -161,32 +160,6 @@ def test_a_rank_never_launches_again() -> None:
     assert inside({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
     assert not inside({"RANK": "1", "WORLD_SIZE": "2"})  # a cluster's number of this machine
     assert not inside({})
-
-
-def test_a_rank_of_no_world_is_not_read(capsys: pytest.CaptureFixture[str]) -> None:
-    env = {"RANK": "1"}
-    drop_stray_rank(env)
-    assert env == {}
-    assert "RANK=1 of the environment is not read" in capsys.readouterr().err
-    for kept in ({"RANK": "0"}, {"RANK": "1", "WORLD_SIZE": "2"}, {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}):
-        env = dict(kept)
-        drop_stray_rank(env)
-        assert env == kept
-    assert capsys.readouterr().err == ""
-
-
-def test_a_command_in_a_shell_with_a_rank_prints_what_it_always_prints(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"src": ["a"], "tgt": ["b"]}\n')
-    ran = subprocess.run(
-        [sys.executable, "-m", "erniekit", "data", rows],
-        env={**os.environ, "RANK": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert ran.returncode == 0
-    assert "rows.jsonl" in ran.stdout
-    assert "RANK=1" in ran.stderr
 
 
 def test_planning_imports_no_torch_on_one_device(root: Path) -> None:

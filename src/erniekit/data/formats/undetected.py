@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from erniekit.data.formats.fields import ARRAYS, named
+from erniekit.data.formats.files import is_array_by_name
 from erniekit.errors import DataError
 from erniekit.printable import plain
 
@@ -57,6 +58,8 @@ def undetected(
     elif isinstance(first, list) and first and isinstance(first[0], dict):
         found = f": its first row is an array, in which {described(first[0])}"
         fix = f"an array of rows {ARRAYS}; or write one object per line: jq -c '.[]' FILE > rows.jsonl"
+        if is_array_by_name(str(path)):
+            fix = "take one of the two brackets away at both ends: a dataset is one array of rows"
     elif first is None and str(path).lower().removesuffix(".gz").endswith(".txt"):
         found, fix = ": it is plain text", "stage: PT trains on plain text; conversations are JSON, one object per line"
     elif (first is None or not isinstance(first, dict)) and (whole := _one_object(path)) is not None:

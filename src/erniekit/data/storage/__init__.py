@@ -46,7 +46,10 @@ def as_place(name: str | Path) -> str | Path:
                 where=name,
                 fix=f"write file:///{name.removeprefix('file://')}, or the path alone",
             )
-        return Path(unquote(urlsplit("file:///" + path).path))
+        place = unquote(urlsplit("file:///" + path).path)
+        if "\0" in place:
+            raise DataError("a file's name holds no NUL (%00)", where=name, fix="leave %00 out")
+        return Path(place)
     return name if is_remote(name) else Path(name).expanduser()
 
 
