@@ -48,7 +48,7 @@ def rows(names: Iterable[str] | None = None) -> Iterator[str]:
         count = int(every[name].partition("x")[0])
         job = replace(fits.job(cfg), packs=packs_of(cfg, count))
         # Machines of eight; fewer cards are one machine.
-        found = search(job, DevicePool(fits.site.card, fits.site.rates, min(8, count)), count, shown=1)
+        found = search(job, DevicePool(fits.pool.card, fits.pool.rates, min(8, count)), count, shown=1)
         best = "nothing fits | | "
         if found.ranked:
             one = found.ranked[0]

@@ -65,7 +65,7 @@ def planned(plan: RunPlan, batch: Batch) -> dict[str, Any] | None:
     try:
         facts, layout = facts_of(plan, batch), plan.world.layout
         job = _with(plan_check.job_at_hand(plan.config, plan, layout), facts)
-        made = evaluate(job, layout, replace(plan_check.site_of(plan.device, 1), limit=float("inf")), exact=True)
+        made = evaluate(job, layout, replace(plan_check.pool_of(plan.device, 1), limit=float("inf")), exact=True)
     except (ErnieKitError, ArithmeticError, LookupError, TypeError, ValueError):
         return None
     parts = {name: round(gib, 3) for name, gib in made.most.shown().items() if gib}
@@ -86,8 +86,8 @@ def plan_of(record: Record, card: str = "h200") -> Candidate:
         keys = run_keys(work, Path(name), "bf16", record.keys)
         cfg = load([f"{key}={value}" for key, value in keys.items()], "train")
         job = job_of(cfg, shape_of(cfg), work.rows.count)
-    site = DevicePool(CARDS[card], rates_of(CARDS[card]), 1, limit=float("inf"))
-    return evaluate(_with(job, record.facts), Layout(), site, exact=True)
+    pool = DevicePool(CARDS[card], rates_of(CARDS[card]), 1, limit=float("inf"))
+    return evaluate(_with(job, record.facts), Layout(), pool, exact=True)
 
 
 def record_of(name: str, work: Workload, keys: Mapping[str, Any], result: Mapping[str, Any]) -> Record | None:

@@ -57,7 +57,7 @@ class Candidate:
         return max(self.stages, key=lambda stage: stage.total)
 
 
-def evaluate(job: Job, layout: Layout, place: DevicePool, exact: bool = False) -> Candidate:
+def evaluate(job: Job, layout: Layout, pool: DevicePool, exact: bool = False) -> Candidate:
     """exact: of every pipeline rank, its pipeline replayed, with the keys and the worst routing that a person reads.
     Otherwise what a search compares: of the ranks that may be the fullest, its pipeline estimated."""
     micro_batches = job.micro_batches(layout)
@@ -74,7 +74,7 @@ def evaluate(job: Job, layout: Layout, place: DevicePool, exact: bool = False) -
         return Candidate(layout, micro_batches, "pp_schedule: zero_bubble and sharded weights", "schedule")
     per_rank, again, worst, away = [], [], 0.0, 0.0
     ranks = range(layout.pp) if exact else pipeline_stages(job, layout).fullest
-    for held, work, recomputed in _of_ranks(job, layout, ranks, place.room, place.card.triton):
+    for held, work, recomputed in _of_ranks(job, layout, ranks, pool.room, pool.card.triton):
         per_rank.append(rounded(bytes_of(job.model, held, work)))
         again += recomputed
         if exact:
@@ -82,10 +82,10 @@ def evaluate(job: Job, layout: Layout, place: DevicePool, exact: bool = False) -
             worst = max(worst, ROUNDING * peak(job.model, held, skewed))
         away = max(away, held.away)
     most, times, problem = max(per_rank, key=lambda one: one.total), NOT_TIMED, ""
-    if most.total > place.room:
-        problem = f"{most.total / GIB:.0f} GiB a rank of {place.room / GIB:.0f}: {largest(most)}"
+    if most.total > pool.room:
+        problem = f"{most.total / GIB:.0f} GiB a rank of {pool.room / GIB:.0f}: {largest(most)}"
     else:
-        times = timed(job, layout, micro_batches, tuple(again), place, exact)
+        times = timed(job, layout, micro_batches, tuple(again), pool, exact)
     made = Candidate(
         layout, micro_batches, problem, "memory" if problem else "", tuple(per_rank), worst, tuple(again), *times[:4],
         exact=times.exact, away=away, times=times.piped,

@@ -91,18 +91,18 @@ def _experts(job: Job, one: Layout) -> Iterator[Layout]:
         yield Layout(*cut, *sharing, kind, 0 if degree == pool else degree)
 
 
-def search(job: Job, place: DevicePool, ranks: int, shown: int = 0) -> Ranking:
+def search(job: Job, pool: DevicePool, ranks: int, shown: int = 0) -> Ranking:
     """shown: how many of the fastest a person will read, or take."""
     fits: list[Candidate] = []
     failed: dict[str, list[Candidate]] = {}
     tried, nearest = 0, None
-    for layout in layouts(job, ranks, place.devices):
+    for layout in layouts(job, ranks, pool.devices):
         try:
             layout = fit(ranks, layout)
         except PlanError:
             continue
         tried += 1
-        made = evaluate(job, layout, place)
+        made = evaluate(job, layout, pool)
         if not made.problem:
             fits.append(made)
             continue
@@ -113,7 +113,7 @@ def search(job: Job, place: DevicePool, ranks: int, shown: int = 0) -> Ranking:
         return Ranking([], None, {"any": (0, batch_problem(job, ranks))}, 0)
     fits.sort(key=lambda one: -one.tokens)
     count = max(REPLAYED, shown)
-    best = sorted((evaluate(job, one.layout, place, exact=True) for one in fits[:count]), key=lambda one: -one.tokens)
+    best = sorted((evaluate(job, one.layout, pool, exact=True) for one in fits[:count]), key=lambda one: -one.tokens)
     return Ranking(best + fits[count:], nearest, _rejected(failed, {family(one.layout) for one in fits}), tried)
 
 
@@ -143,24 +143,24 @@ def _rejected(failed: dict[str, list[Candidate]], fitting: set[str]) -> dict[str
     return dict(sorted(out.items(), key=lambda item: -item[1][0]))
 
 
-def smallest(job: Job, site: DevicePool, most: int) -> int | None:
+def smallest(job: Job, pool: DevicePool, most: int) -> int | None:
     """The fewest like devices on which some layout fits: powers of two, then by whole machines between the last that
     did not fit and the first that does. None: not even twice `most`. Of a batch that divides over any number of ranks:
     the number of devices matters, not whether packs come out even."""
     job = replace(job, packs=job.rows * DIVISIBLE)
-    counts, n = [n for n in (1, 2, 4, 8) if n < site.devices], site.devices
+    counts, n = [n for n in (1, 2, 4, 8) if n < pool.devices], pool.devices
     while n <= 2 * most:
         counts.append(n)
         n *= 2
-    least = least_bytes(job) / site.room
+    least = least_bytes(job) / pool.room
 
     def fits(count: int) -> bool:
-        return least <= count and _any_fits(job, site, count)
+        return least <= count and _any_fits(job, pool, count)
 
     found = next((count for count in counts if fits(count)), None)
-    if found is None or found <= site.devices:
+    if found is None or found <= pool.devices:
         return found
-    step = max(site.devices, found // 16)
+    step = max(pool.devices, found // 16)
     return next(count for count in range(found // 2 + step, found + 1, step) if count == found or fits(count))
 
 
@@ -174,11 +174,11 @@ def least_bytes(job: Job) -> float:
     )
 
 
-def _any_fits(job: Job, site: DevicePool, ranks: int) -> bool:
+def _any_fits(job: Job, pool: DevicePool, ranks: int) -> bool:
     """Of the layouts that spread most: weights and states, or what is kept of a row."""
-    every = list(layouts(job, ranks, min(site.devices, ranks)))
+    every = list(layouts(job, ranks, min(pool.devices, ranks)))
     tried = [one for order in (_states_spread, _rows_spread) for one in sorted(every, key=order)[: SPREAD // 2]]
-    return any(not evaluate(job, layout, site).problem for layout in dict.fromkeys(tried))
+    return any(not evaluate(job, layout, pool).problem for layout in dict.fromkeys(tried))
 
 
 def _states_spread(layout: Layout) -> tuple[int, ...]:

@@ -63,19 +63,19 @@ class MicroBatchTimes(NamedTuple):
 
 
 def computed(
-    job: Job, layout: Layout, place: DevicePool, stages: list[range], again: tuple[int, ...]
+    job: Job, layout: Layout, pool: DevicePool, stages: list[range], again: tuple[int, ...]
 ) -> MicroBatchTimes:
-    """Once for all layouts that cut layers alike. The place is kept with what was computed of it, so that no other
-    place gets its id."""
-    _, known = job.known.setdefault(id(place), (place, {}))
+    """Once for all layouts that cut layers alike. The pool is kept with what was computed of it, so that no other
+    pool gets its id."""
+    _, known = job.known.setdefault(id(pool), (pool, {}))
     key = (*layers_cut(layout), layout.expert_ranks, again)
     if key not in known:
         like = ("layers", layout.tp, layout.cp, layout.sequence_parallel, layout.experts_over, layout.expert_ranks)
         if like not in known:
             tokens = job.rows * job.length // layout.cp
-            args = (layout, tokens, place.rates, timing.LinkRates(place.rates, place.devices))
+            args = (layout, tokens, pool.rates, timing.LinkRates(pool.rates, pool.devices))
             known[like] = {sparse: timing.layer_time(job, sparse, *args) for sparse in set(job.blocks.sparse)}
-        known[key] = _computed(job, layout, place, stages, again, known[like])
+        known[key] = _computed(job, layout, pool, stages, again, known[like])
     found: MicroBatchTimes = known[key]
     return found
 
@@ -83,12 +83,12 @@ def computed(
 def _computed(
     job: Job,
     layout: Layout,
-    place: DevicePool,
+    pool: DevicePool,
     stages: list[range],
     numbers: tuple[int, ...],
     kinds: dict[bool, timing.LayerTime],
 ) -> MicroBatchTimes:
-    rates, links = place.rates, timing.LinkRates(place.rates, place.devices)
+    rates, links = pool.rates, timing.LinkRates(pool.rates, pool.devices)
     tokens = job.rows * job.length // layout.cp
     sparse, again = job.blocks.sparse, set(numbers)
     forward, backward, waiting = [], [], 0.0
@@ -130,12 +130,12 @@ class StepTimes(NamedTuple):
 NOT_TIMED = StepTimes(0.0, 0.0, 0.0, 0.0, False, None)
 
 
-def timed(job: Job, layout: Layout, m: int, again: tuple[int, ...], place: DevicePool, exact: bool) -> StepTimes:
+def timed(job: Job, layout: Layout, m: int, again: tuple[int, ...], pool: DevicePool, exact: bool) -> StepTimes:
     """m: micro-batches."""
-    rates, stages = place.rates, pipeline_stages(job, layout).layers
-    links = timing.LinkRates(rates, place.devices)
+    rates, stages = pool.rates, pipeline_stages(job, layout).layers
+    links = timing.LinkRates(rates, pool.devices)
     tokens = job.rows * job.length // layout.cp
-    found = computed(job, layout, place, stages, again)
+    found = computed(job, layout, pool, stages, again)
     hidden = tokens * job.model.hidden_size * job.compute / (layout.tp if layout.sequence_parallel else 1)
     reach = layout.size // layout.pp + 1
     send = hidden / links.over(reach) + rates.latency if layout.pp > 1 else 0.0
@@ -147,7 +147,7 @@ def timed(job: Job, layout: Layout, m: int, again: tuple[int, ...], place: Devic
         seconds = step_seconds(job.schedule, layout.pp, layout.virtual_stages, m, piped)
     else:
         seconds = ideal + (layout.pp - 1) * (found.longest + 2 * send)
-    after, update = _after(job, layout, m, place, seconds, sum(found.backward))
+    after, update = _after(job, layout, m, pool, seconds, sum(found.backward))
     total = seconds + after + update
     layers = sum(len(stages[s]) for s in range(0, len(stages), layout.pp))
     return StepTimes(
@@ -160,20 +160,20 @@ def timed(job: Job, layout: Layout, m: int, again: tuple[int, ...], place: Devic
     )
 
 
-def _after(job: Job, layout: Layout, m: int, place: DevicePool, seconds: float, backward: float) -> tuple[float, float]:
+def _after(job: Job, layout: Layout, m: int, pool: DevicePool, seconds: float, backward: float) -> tuple[float, float]:
     """What follows the pipeline: (collectives of weights and gradients that do not end beside it, the update). Of the
     rank that takes longest, as all begin their updates together, when the norm of all gradients is known, and
     the next step needs every one. The first rank of a model with experts may have only dense layers, and few states.
     backward: of one micro-batch."""
-    stages, links = pipeline_stages(job, layout), timing.LinkRates(place.rates, place.devices)
-    hidden_by = seconds if place.card.overlaps else 0.0
+    stages, links = pipeline_stages(job, layout), timing.LinkRates(pool.rates, pool.devices)
+    hidden_by = seconds if pool.card.overlaps else 0.0
     found = []
     for rank in stages.fullest:
         share = _share(job, layout, rank, m)
         overlapped, after = timing.sharing_time(job, layout, share, m, links)
-        if place.card.overlaps:
+        if pool.card.overlaps:
             after -= min(backward, after * timing.early_share(job, layout, share))
-        found.append((after + max(0.0, overlapped - hidden_by), timing.update_time(share, job, place.rates)))
+        found.append((after + max(0.0, overlapped - hidden_by), timing.update_time(share, job, pool.rates)))
     return max(found, key=sum)
 
 
@@ -182,11 +182,11 @@ def _share(job: Job, layout: Layout, rank: int, m: int) -> TensorBytes:
     return job.blocks.stage(layout, numbers, rank == 0, rank == layout.pp - 1, m)
 
 
-def alone(job: Job, layout: Layout, rank: int, m: int, again: tuple[int, ...], place: DevicePool) -> float:
+def alone(job: Job, layout: Layout, rank: int, m: int, again: tuple[int, ...], pool: DevicePool) -> float:
     """Seconds of a step of one pipeline rank without communication and without pipeline bubbles: its own stages for
     each of m micro-batches, and its own update once."""
     stages = pipeline_stages(job, layout)
-    silent = replace(place, rates=replace(place.rates, link=inf, network=inf, latency=0.0))
+    silent = replace(pool, rates=replace(pool.rates, link=inf, network=inf, latency=0.0))
     found = computed(job, layout, silent, stages.layers, again)
     each = sum(found.forward[rank :: layout.pp]) + sum(found.backward[rank :: layout.pp])
-    return m * each + timing.update_time(_share(job, layout, rank, m), job, place.rates)
+    return m * each + timing.update_time(_share(job, layout, rank, m), job, pool.rates)

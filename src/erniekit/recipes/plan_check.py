@@ -30,7 +30,7 @@ def card_of(device: Device) -> Card | None:
     return next((card for name, card in CARDS.items() if name in parts), None)
 
 
-def site_of(device: Device, devices: int) -> DevicePool:
+def pool_of(device: Device, devices: int) -> DevicePool:
     card = card_of(device) or replace(CARDS["a100"], triton=device.triton)
     card = replace(card, memory=float(device.total_memory or card.memory))
     return DevicePool(card, rates_of(card), devices)
@@ -60,8 +60,8 @@ def predicted_alone(plan: RunPlan, micro_batches: int) -> tuple[Candidate, float
 
 
 def _place(plan: RunPlan) -> DevicePool:
-    site = site_of(plan.device, max(1, plan.world.size // max(1, len(plan.world.leaders))))
-    return replace(site, limit=float("inf"))
+    pool = pool_of(plan.device, max(1, plan.world.size // max(1, len(plan.world.leaders))))
+    return replace(pool, limit=float("inf"))
 
 
 def comparison(own: float, peak: float, planned: float, measured: float) -> str:
@@ -106,21 +106,21 @@ def out_of_memory(cfg: RunConfig, device: Device) -> DeviceError:
     try:
         ranks = ranks_started()
         layout = planning.own_layout(cfg, ranks) or Layout(dp=ranks)
-        site = site_of(device, ranks)
+        pool = pool_of(device, ranks)
         job = job_at_hand(cfg, None, layout)
-        made = evaluate(job, layout, replace(site, limit=float("inf")))
+        made = evaluate(job, layout, replace(pool, limit=float("inf")))
         where = f"planned {made.most.total / GIB:.0f} GiB: {largest(made.most)} ({layout.describe()})"
-        return DeviceError(what, where=where, fix=change_that_fits(cfg, job, layout, site))
+        return DeviceError(what, where=where, fix=change_that_fits(cfg, job, layout, pool))
     except (ErnieKitError, ArithmeticError, LookupError, TypeError, ValueError):
         return DeviceError(what, where="memory", fix="recompute: True, a smaller max_seq_len or batch_size")
 
 
-def change_that_fits(cfg: RunConfig, job: Job, layout: Layout, site: DevicePool) -> str:
+def change_that_fits(cfg: RunConfig, job: Job, layout: Layout, pool: DevicePool) -> str:
     """The single change that costs least, else the two that free most."""
     found = []
     for lever in planning.levers(cfg, job):
         tried = lever.job if "recompute" not in lever.keys else replace(lever.job, recomputed=None)
-        made = evaluate(tried, layout, site)
+        made = evaluate(tried, layout, pool)
         keys = ", ".join(f"{key}: {value}" for key, value in lever.keys.items())
         if made.stages and not made.problem:
             return f"set {keys} ({made.most.total / GIB:.0f} GiB)"

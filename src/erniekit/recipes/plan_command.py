@@ -113,28 +113,28 @@ def _planned(
 
     shape = shape_of(cfg)
     job = job_of(cfg, shape, packs or packs_of(cfg, cluster.size))
-    places = [DevicePool(i.card, rates_of(i.card, calibrated), i.devices) for i in cluster.islands]
-    place = places[0]
+    pools = [DevicePool(i.card, rates_of(i.card, calibrated), i.devices) for i in cluster.islands]
+    pool = pools[0]
     if not quiet:
-        _show_job(cfg, job, shape.source, place)
+        _show_job(cfg, job, shape.source, pool)
     if len(cluster.islands) > 1:
-        found = across(job, cluster, places)
+        found = across(job, cluster, pools)
         own = None
     else:
-        found = search(job, place, cluster.size, max(top, take))
+        found = search(job, pool, cluster.size, max(top, take))
         layout = own_layout(cfg, cluster.size)
-        own = evaluate(job, layout, place, exact=True) if layout is not None else None
-    prices = _prices(cfg, job, place, found) if len(cluster.islands) == 1 else []
-    fewest = smallest(job, place, cluster.size) if len(cluster.islands) == 1 else None
-    advice = _advice(found, prices, fewest, place)
+        own = evaluate(job, layout, pool, exact=True) if layout is not None else None
+    prices = _prices(cfg, job, pool, found) if len(cluster.islands) == 1 else []
+    fewest = smallest(job, pool, cluster.size) if len(cluster.islands) == 1 else None
+    advice = _advice(found, prices, fewest, pool)
     if not quiet:
-        _show(found, own, prices, fewest, place, top or report.SHOWN)
+        _show(found, own, prices, fewest, pool, top or report.SHOWN)
     result = {
         "cluster": cluster.describe(),
         "ranks": cluster.size,
         "packs_per_step": job.packs,
         "notes": list(_notes(cfg)),
-        "rates": dict(place.rates.source),
+        "rates": dict(pool.rates.source),
         "tried": found.tried,
         "ranked": [report.as_json(one) for one in found.ranked[: max(top or 20, take)]],
         "own": report.as_json(own) if own is not None else None,
@@ -159,7 +159,7 @@ def _refuse_other_islands(cfg: RunConfig, cluster: Cluster) -> None:
         )
 
 
-def _show_job(cfg: RunConfig, job: Job, source: str, place: DevicePool) -> None:
+def _show_job(cfg: RunConfig, job: Job, source: str, pool: DevicePool) -> None:
     from erniekit.planner import report
 
     how = f"LoRA rank {job.rank}" if job.rank else "all weights"
@@ -171,7 +171,7 @@ def _show_job(cfg: RunConfig, job: Job, source: str, place: DevicePool) -> None:
     )
     for text in _notes(cfg):
         emit(f"note     {text}")
-    emit(f"rates    {report.sources(place.rates)}")
+    emit(f"rates    {report.sources(pool.rates)}")
 
 
 def _notes(cfg: RunConfig) -> Iterator[str]:
@@ -197,11 +197,11 @@ def _notes(cfg: RunConfig) -> Iterator[str]:
 
 
 def _show(
-    found: Ranking, own: Candidate | None, prices: list[Any], fewest: int | None, place: DevicePool, top: int
+    found: Ranking, own: Candidate | None, prices: list[Any], fewest: int | None, pool: DevicePool, top: int
 ) -> None:
     from erniekit.planner import report
 
-    room = f"the {place.room / 2**30:.0f} GiB that a rank may fill"
+    room = f"the {pool.room / 2**30:.0f} GiB that a rank may fill"
     emit(f"layouts  {found.tried} counted, {len(found.ranked)} fit {room}")
     if found.ranked:
         for line in (*report.table(found.ranked, top), "", *report.bytes_table(found.ranked[0])):
@@ -217,7 +217,7 @@ def _show(
 
 
 def _prices(
-    cfg: RunConfig, job: Job, place: DevicePool, found: Ranking
+    cfg: RunConfig, job: Job, pool: DevicePool, found: Ranking
 ) -> list[tuple[dict[str, Any], float | None, float, str]]:
     """Each change that helps, by itself, on the best layout, or on the one that is nearest to fitting."""
     from erniekit.planner.evaluate import evaluate
@@ -228,7 +228,7 @@ def _prices(
         return []
     out = []
     for lever in levers(cfg, job):
-        made = evaluate(lever.job, one.layout, place, exact=True)
+        made = evaluate(lever.job, one.layout, pool, exact=True)
         if made.stages and _helps(made, one):
             tokens = None if made.problem else made.tokens
             out.append((lever.keys, tokens, made.most.total / 2**30, lever.loses))
@@ -242,7 +242,7 @@ def _helps(made: Candidate, before: Candidate) -> bool:
     return smaller or faster or (bool(before.problem) and not made.problem)
 
 
-def _advice(found: Ranking, prices: list[Any], fewest: int | None, place: DevicePool) -> str:
+def _advice(found: Ranking, prices: list[Any], fewest: int | None, pool: DevicePool) -> str:
     """One change that fits."""
     if found.ranked:
         return ""
@@ -252,7 +252,7 @@ def _advice(found: Ranking, prices: list[Any], fewest: int | None, place: Device
     if fits:
         return "set " + ", ".join(f"{key}: {value}" for key, value in max(fits, key=lambda item: item[0])[1].items())
     if fewest:
-        return f"use {fewest} of these devices ({place.card.name})"
+        return f"use {fewest} of these devices ({pool.card.name})"
     return "use cards with more memory, or fine_tuning: LoRA with frozen_base: wint4/8"
 
 

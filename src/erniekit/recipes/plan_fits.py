@@ -38,7 +38,7 @@ class Fitting:
                 fix="erniekit plan RECIPE --cluster",
             )
         (island,) = cluster.islands
-        self.size, self.site = cluster.size, DevicePool(island.card, rates_of(island.card), island.devices)
+        self.size, self.pool = cluster.size, DevicePool(island.card, rates_of(island.card), island.devices)
         self._shapes: dict[str, ModelShape] = {}
         self._blocks: dict[str, TensorBlocks] = {}
         self._fewest: dict[Job, int | None] = {}
@@ -55,12 +55,12 @@ class Fitting:
             return Fit("-", f"not planned: {error.what}")
         if count is None:
             return Fit(f"above {MOST}", "no")
-        return Fit(f"{count}x{self.site.card.name}", "yes" if count <= self.size else "no")
+        return Fit(f"{count}x{self.pool.card.name}", "yes" if count <= self.size else "no")
 
     def fewest(self, cfg: RunConfig) -> int | None:
         job = self.job(cfg)
         if job not in self._fewest:
-            self._fewest[job] = smallest(job, self.site, MOST // 2)
+            self._fewest[job] = smallest(job, self.pool, MOST // 2)
         return self._fewest[job]
 
     def job(self, cfg: RunConfig) -> Job:

@@ -31,18 +31,18 @@ def test_a_plan_is_as_recorded(recipe: str, cluster: str) -> None:
     ],
 )
 def test_a_layout_after_others_is_as_if_it_were_the_first(recipe: str, cluster: str, every: int) -> None:
-    job, site, ranks = job_on(recipe, cluster)
+    job, pool, ranks = job_on(recipe, cluster)
     fitting = []
-    for layout in layouts(job, ranks, site.devices):
+    for layout in layouts(job, ranks, pool.devices):
         try:
             fitting.append(fit(ranks, layout))
         except PlanError:
             continue
     for layout in fitting:
-        evaluate(job, layout, site)
+        evaluate(job, layout, pool)
     assert job.known
     for number, layout in enumerate(fitting[::every]):
         exact = number % 4 == 0
         first = replace(job)  # knows of no layout
         assert not first.known
-        assert evaluate(job, layout, site, exact) == evaluate(first, layout, site, exact), layout.describe()
+        assert evaluate(job, layout, pool, exact) == evaluate(first, layout, pool, exact), layout.describe()

@@ -31,7 +31,7 @@ LORA = ("model_name_or_path=ERNIE-4.5-21B-A3B", "fine_tuning=LoRA", "lora_rank=3
 ALL = ("model_name_or_path=ERNIE-4.5-21B-A3B", "fine_tuning=Full", "max_seq_len=8192")
 
 
-def site(words: str) -> DevicePool:
+def pool(words: str) -> DevicePool:
     (island,) = parse(words).islands
     return DevicePool(island.card, rates_of(island.card), island.devices)
 
@@ -45,7 +45,7 @@ def test_every_layout_uses_all_ranks_and_is_tried_once() -> None:
 
 
 def test_what_fits_is_ranked_by_speed_and_stays_below_the_room() -> None:
-    here = site("8xA100-80G")
+    here = pool("8xA100-80G")
     found = search(job(*LORA), here, 8)
     speeds = [one.tokens for one in found.ranked[:8]]
     assert speeds == sorted(speeds, reverse=True)
@@ -54,25 +54,25 @@ def test_what_fits_is_ranked_by_speed_and_stays_below_the_room() -> None:
 
 
 def test_full_training_of_the_21b_needs_more_than_one_card_and_says_why() -> None:
-    here = site("1xH200-141G")
+    here = pool("1xH200-141G")
     found = search(job(*ALL), here, 1)
     assert not found.ranked
     count, why = found.failed["one device"]
     assert count == 1
     assert "optimiser" in why
     assert "GiB a rank of 129" in why
-    assert smallest(job(*ALL), site("8xH200-141G"), 64) in (4, 8)
+    assert smallest(job(*ALL), pool("8xH200-141G"), 64) in (4, 8)
 
 
 def test_a_step_whose_packs_divide_over_no_rank_says_so() -> None:
-    found = search(job(*LORA, packs=7), site("8xA100-80G"), 8)
+    found = search(job(*LORA, packs=7), pool("8xA100-80G"), 8)
     assert all(one.layout.data_ranks == 1 for one in found.ranked)
     odd = replace(job(*LORA, packs=7), rows=2)
-    assert "packs (7, 2 in a micro-batch)" in search(odd, site("8xA100-80G"), 8).failed["any"][1]
+    assert "packs (7, 2 in a micro-batch)" in search(odd, pool("8xA100-80G"), 8).failed["any"][1]
 
 
 def test_more_of_an_axis_takes_less_of_a_rank() -> None:
-    here, one = site("8xH200-141G"), job(*ALL)
+    here, one = pool("8xH200-141G"), job(*ALL)
 
     def gib(**axes: int | str | bool) -> float:
         layout = fit(8, Layout(**axes))  # type: ignore[arg-type]
@@ -86,9 +86,9 @@ def test_more_of_an_axis_takes_less_of_a_rank() -> None:
 
 def test_all_tokens_on_one_ranks_experts_take_more_than_balanced_ones() -> None:
     layout = fit(8, Layout(dp=8, experts="data"))
-    made = evaluate(job(*LORA), layout, site("8xH200-141G"), exact=True)
+    made = evaluate(job(*LORA), layout, pool("8xH200-141G"), exact=True)
     assert made.worst > made.most.total
-    alone = evaluate(job(*LORA), Layout(dp=8), site("8xH200-141G"), exact=True)
+    alone = evaluate(job(*LORA), Layout(dp=8), pool("8xH200-141G"), exact=True)
     assert alone.worst == pytest.approx(alone.most.total), "all experts are here: routing changes nothing"
 
 
@@ -105,7 +105,7 @@ def test_layers_are_computed_again_only_where_memory_asks_for_it() -> None:
 
 def test_every_lever_takes_less_memory_or_less_time() -> None:
     cfg = load(["train_dataset_path=y", "batch_size=2", "compute_type=bf16", *LORA], "train")
-    one, here = job_of(cfg, shape_of(cfg), 32), site("8xH200-141G")
+    one, here = job_of(cfg, shape_of(cfg), 32), pool("8xH200-141G")
     before = evaluate(one, Layout(dp=8), here)
     found = {tuple(lever.keys): evaluate(lever.job, Layout(dp=8), here) for lever in levers(cfg, one)}
     assert {"recompute", "offload_optim", "frozen_base", "max_seq_len"} <= {keys[0] for keys in found}
@@ -151,7 +151,7 @@ def calls_of(work: Callable[[], object]) -> int:
 def test_a_search_of_128_cards_counts_few_tensors_and_calls_little() -> None:
     """Five seconds of a plan are mostly torch's import; what a search may take beside it, in counted work."""
     one = job("model_name_or_path=ERNIE-4.5-300B-A47B", "fine_tuning=Full", "max_seq_len=8192", packs=8)
-    here, found = site("128x80G"), []
+    here, found = pool("128x80G"), []
     calls = calls_of(lambda: found.append(search(one, here, 128)))
     (ranking,) = found
     assert 100 < ranking.tried < 400
@@ -163,7 +163,7 @@ def test_a_search_of_128_cards_counts_few_tensors_and_calls_little() -> None:
 def test_a_layout_of_a_long_search_takes_few_calls() -> None:
     """Thousands of layouts on 128 cards are to be counted in a second: a layout may take no object for every tensor."""
     one = job("model_name_or_path=ERNIE-4.5-21B-A3B", "fine_tuning=LoRA", "max_seq_len=32768", packs=64)
-    here, found = site("16xA100-80G"), []
+    here, found = pool("16xA100-80G"), []
     calls = calls_of(lambda: found.append(search(one, here, 16)))
     (ranking,) = found
     assert ranking.tried > 500
@@ -172,7 +172,7 @@ def test_a_layout_of_a_long_search_takes_few_calls() -> None:
 
 
 def test_too_few_devices_for_the_weights_alone_are_not_searched() -> None:
-    one, here = job(*ALL), site("8xA100-80G")
+    one, here = job(*ALL), pool("8xA100-80G")
     held = least_bytes(one) / here.room
     assert held > 2, "more than two cards"
     before = one.blocks.counted

@@ -175,6 +175,8 @@ class _Reader:
     def until_closed(self, opens: str, closes: str) -> None:
         began, depth = self.line, 0
         while char := self.take():
+            if char == "\\":
+                self.take()
             depth += (char == opens) - (char == closes)
             if not depth:
                 return

@@ -117,12 +117,12 @@ EXPANSIONS = [
     ":-d", ":-$y/log", "-d", ":+alt", "+alt", ":=new", ":-${y}", ":-${y##*/}", "^^", ",,", "^", ":2", ":1:3", ":9:1",
     "/b/X", "//b/X", "//b/", "/#a/X", "/%z/X", "//[a-b]/_", "//[!a-c]/-", "/?/Q", "//'*'/W", "//\\*/W", "//*/W",
     "/b/'z'", "/#/pre", "/%/post", "//a*b/Q", "//./", "//\\//_", "//a/$y",
-    "///", "////_", "///m/_",
+    "///", "////_", "///m/_", "/\\}/c", "//\\{/c",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("quote", ["", '"'])
-@pytest.mark.parametrize("value", ["/models/ERNIE-4.5.tar.gz", "", "abcabc", "a b  c", "x*y", "straße/ß"])
+@pytest.mark.parametrize("value", ["/models/ERNIE-4.5.tar.gz", "", "abcabc", "a b  c", "x*y", "straße/ß", "a}b{"])
 def test_expansions_of_known_variables_are_what_bash_makes_of_them(value, quote):
     lines = [f"x='{value}'\ny=.gz\nrun {quote}${{x{form}}}{quote} end ${{x}}" for form in EXPANSIONS]
     asked = "run() { printf '%s\\1' \"$@\"; printf '\\2'; }\nset -f\n" + "\n".join(lines)
