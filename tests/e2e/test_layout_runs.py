@@ -73,9 +73,11 @@ def test_several_stages_a_rank_give_the_losses_of_one_process(
 def test_torchs_zero_bubble_with_layers_that_predict_further_tokens_is_refused_before_data_is_read(
     models: Path, tmp_path: Path, ranks: Ranks
 ) -> None:
+    rows = tmp_path / "never-read.jsonl"
+    rows.write_text("whoever reads this finds no JSON")
     more = dict(
         STAGES, pp_schedule="zero_bubble", pp_runner="torch", model_name_or_path=models / "ernie4_5_moe",
-        num_nextn_predict_layers=1, train_dataset_path=tmp_path / "never-opened.jsonl",
+        num_nextn_predict_layers=1, train_dataset_path=rows,
     )  # fmt: skip
     for code, said in ranks.run(2, train, str(models), str(tmp_path / "out"), more):
         assert code == 2
