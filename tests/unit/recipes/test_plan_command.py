@@ -33,7 +33,7 @@ def recipe(tmp_path: Path) -> Path:
 def test_a_plan_is_ranked_explained_and_priced(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(recipe), "--cluster", "4x24G"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"plan     {recipe} on 4 24G of 24 GiB"
+    assert lines[0] == f"plan     {recipe} on 4 cards (24G) of 24 GiB"
     text = "\n".join(lines)
     for word in ("361 M weights", "data sheet", "tokens/s", "GiB of a rank", "levers", "smallest", "recipe's"):
         assert word in text

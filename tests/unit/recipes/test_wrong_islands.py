@@ -21,7 +21,9 @@ LAYOUT = dict(tensor_parallel_degree=2, pipeline_parallel_degree=2, max_seq_len=
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
-    keys = dict(LAYOUT, model_name_or_path=str(tmp_path), train_dataset_path="none.jsonl", device="cpu")
+    (tmp_path / "rows.jsonl").write_text('{"src": ["q"], "tgt": ["a"]}\n')
+    rows = str(tmp_path / "rows.jsonl")
+    keys = dict(LAYOUT, model_name_or_path=str(tmp_path), train_dataset_path=rows, device="cpu")
     (tmp_path / "run.yaml").write_text("".join(f"{key}: {value}\n" for key, value in keys.items()))
     return tmp_path / "run.yaml"
 
