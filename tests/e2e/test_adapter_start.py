@@ -75,6 +75,7 @@ def test_rslora_plus_trains_b_faster_from_an_adapter_that_has_its_scale(
 def test_a_rank_or_scale_that_is_not_the_adapters_is_refused_before_data_is_read(
     words: dict[str, object], what: str, leave: str, train: Callable, adapter: Path, tmp_path: Path
 ) -> None:
+    (tmp_path / "no.jsonl").write_text("whoever reads this finds no JSON")
     with pytest.raises(ConfigError) as caught:
         train(tmp_path / "next", **SHORT, lora_path=adapter, train_dataset_path=tmp_path / "no.jsonl", **words)
     assert what in caught.value.what
