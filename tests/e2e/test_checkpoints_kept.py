@@ -106,11 +106,11 @@ def test_a_read_error_stops_a_resume_and_the_same_command_goes_on_afterwards(
     before = {name: content(run / name) for name in checkpoints(run)}
     plain, hits = manifest.measure, []
 
-    def measure(path: Path) -> manifest.FileRecord:
+    def measure(path: Path, like: str = "") -> manifest.FileRecord:
         if path.name == "optimizer.safetensors":
             hits.append(path)
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return plain(path)
+        return plain(path, like)
 
     with monkeypatch.context() as patch:
         patch.setattr(manifest, "measure", measure)

@@ -58,8 +58,12 @@ def refused(args: list[str], capsys: pytest.CaptureFixture) -> str:
 
 
 @pytest.mark.parametrize("command", ["train", "doctor"])
-def test_it_is_refused_before_data_is_read(command: str, words: list[str], capsys: pytest.CaptureFixture) -> None:
-    said = refused([command, *words, "train_dataset_path=no.jsonl"], capsys)
+def test_it_is_refused_before_data_is_read(
+    command: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    unread = tmp_path / "no.jsonl"
+    unread.write_text("whoever reads this finds no JSON")
+    said = refused([command, *words, f"train_dataset_path={unread}"], capsys)
     assert "1,280 token ids do not fit the 1,000-row embedding" in said
     assert "check tokenizer_name" in said
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from erniekit.config import RunConfig, load
-from erniekit.data.report import short
 from erniekit.devices.islands import parse_islands
 from erniekit.early_imports import without_collections
 from erniekit.errors import ConfigError, PlanError
@@ -160,6 +159,7 @@ def _refuse_other_islands(cfg: RunConfig, cluster: Cluster) -> None:
 
 
 def _show_job(cfg: RunConfig, job: Job, source: str, pool: DevicePool) -> None:
+    from erniekit.data.report import short
     from erniekit.planner import report
 
     how = f"LoRA rank {job.rank}" if job.rank else "all weights"
