@@ -10,6 +10,7 @@ import pytest
 
 from erniekit.cli.main import main
 from erniekit.config import load
+from erniekit.models import costs
 from erniekit.parallel.layout import Layout
 from erniekit.planner.cards import CARDS, rates_of
 from erniekit.planner.device_pool import DevicePool
@@ -55,7 +56,7 @@ def test_passes_without_gradient_and_the_reference_of_kto_are_counted(recipe: Pa
     )
     assert [job.forwards for job, _ in (sft, dpo, kto, kept)] == [0, 1, 3, 1]
     assert sft[1].seconds < kept[1].seconds < kto[1].seconds
-    weights = 2 * sft[0].model.parameters()
+    weights = 2 * costs.parameters(sft[0].model)
     assert kto[1].most.weights - kept[1].most.weights == pytest.approx(weights, rel=1e-6)
     adapters, _ = counted(recipe, "stage=KTO", "fine_tuning=LoRA")
     assert adapters.forwards == 3, "the model without its adapters is the reference"
@@ -68,8 +69,8 @@ def test_a_score_head_is_counted_in_the_place_of_the_lm_head(recipe: Path) -> No
     classes, _ = counted(recipe, "stage=CLS", "class_labels=a,b,c")
     hidden, tokens = sft.model.hidden_size, sft.model.vocab_size
     own = 0 if sft.model.tie_word_embeddings else tokens * hidden
-    assert rewards.model.parameters() == sft.model.parameters() - own + hidden
-    assert classes.model.parameters() == rewards.model.parameters() + 2 * hidden
+    assert costs.parameters(rewards.model) == costs.parameters(sft.model) - own + hidden
+    assert costs.parameters(classes.model) == costs.parameters(rewards.model) + 2 * hidden
     assert of_rewards.seconds < made.seconds
     adapters, _ = counted(recipe, "stage=CLS", "class_labels=a,b,c", "fine_tuning=LoRA")
     assert "score.weight" in adapters.blocks.storing.trained
@@ -79,7 +80,7 @@ def test_a_teacher_is_whole_on_every_rank_and_runs_forward(recipe: Path) -> None
     alone, of_one = counted(recipe)
     both, of_two = counted(recipe, "teacher_model_name_or_path=baidu/ERNIE-4.5-0.3B-Paddle")
     assert both.teacher == alone.model
-    size = 2 * alone.model.parameters()
+    size = 2 * costs.parameters(alone.model)
     assert of_two.most.weights - of_one.most.weights == pytest.approx(size, rel=1e-6)
     assert of_two.most.logits > of_one.most.logits + 7 * 4 * 2048 * alone.model.vocab_size
     assert of_two.seconds > 1.2 * of_one.seconds
