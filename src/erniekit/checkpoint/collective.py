@@ -210,11 +210,11 @@ class CollectiveSaves:
             return self.manager.output_dir / outcome["name"]
         self.misses += 1
         self.failed.append((self._closed[0], outcome["what"]))
-        if self.misses >= self.manager.max_misses and not (final or fault):
-            outcome = {**outcome, "what": f"{outcome['what']}; {counted(self.misses, 'save')} failed in a row"}
-            raise CheckpointError(**outcome)
         if final or fault:
             raise CheckpointError(**outcome)
+        if self.misses >= self.manager.max_misses:
+            what = f"{outcome['what']}; {counted(self.misses, 'save')} failed in a row"
+            raise CheckpointError(**{**outcome, "what": what})
         warn(f"CHECKPOINT NOT SAVED: {outcome['what']} ({self.misses} of {self.manager.max_misses} in a row)")
         return None
 

@@ -38,7 +38,7 @@ class FileTensor:
 
 @dataclass(frozen=True)
 class Stretch:
-    rank: int  # who writes it
+    rank: int  # of the process that writes it
     start: int
     end: int
 

@@ -1,4 +1,4 @@
-"""Ctrl-C while modules are imported, the first seconds of most commands. Used by main.py.
+"""Ctrl-C while modules are imported, the first seconds of most commands. Used by main.py and launch_rank.py.
 
 An import's C code may drop the KeyboardInterrupt, or leave half a module behind (numpy does both): the command would go
 on as if no key had been pressed, or end by an error that reads as a fault of ours. So a Ctrl-C waits for the end of the
