@@ -36,7 +36,10 @@ class RankFailed(AssertionError):
 
 
 class Ranks:
-    def __init__(self) -> None:
+    def __init__(self, forked: bool = True) -> None:
+        """forked: False where ranks use a card, which torch refuses to processes that were forked; each then imports
+        for itself."""
+        self._forked = forked
         self._forker: tuple[subprocess.Popen[bytes], socket.socket] | None = None
         self._workers: list[socket.socket] = []
 
@@ -46,7 +49,8 @@ class Ranks:
             env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
             for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
                 env.pop(name, None)
-            command = [sys.executable, str(Path(__file__)), str(theirs.fileno())]
+            role = "fork" if self._forked else "start"
+            command = [sys.executable, str(Path(__file__)), role, str(theirs.fileno())]
             process = subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()], stdout=subprocess.DEVNULL)
             theirs.close()
             ours.settimeout(TIMEOUT)
@@ -130,8 +134,7 @@ def _receive(link: socket.socket) -> Any:
     return pickle.loads(exactly(struct.unpack("!Q", exactly(8))[0]))
 
 
-def _fork_ranks(link: socket.socket) -> None:
-    """Ranks on demand; all of them end with the test process, whatever they wait for."""
+def _import_for_all() -> None:
     import torch
     import torch.distributed.fsdp
 
@@ -142,19 +145,36 @@ def _fork_ranks(link: socket.socket) -> None:
     torch.set_num_threads(1)
     wait_for_no_disk()
     freeze_imports()
+
+
+def _forked_rank(link: socket.socket, fd: int) -> int:
+    pid = os.fork()
+    if pid == 0:
+        link.close()
+        try:
+            _serve(socket.socket(fileno=fd))
+        finally:
+            os._exit(0)
+    return pid
+
+
+def _started_rank(link: socket.socket, fd: int) -> int:
+    return os.spawnl(os.P_NOWAIT, sys.executable, sys.executable, str(Path(__file__)), "rank", str(_kept_open(fd)))
+
+
+def _kept_open(fd: int) -> int:
+    os.set_inheritable(fd, True)
+    return fd
+
+
+def _ranks_on_demand(link: socket.socket, new_rank: Callable[[socket.socket, int], int]) -> None:
+    """All of them end with the test process, whatever they wait for."""
     pids: list[int] = []
     while True:
         message, fds, _, _ = socket.recv_fds(link, 1, 1)
         if message == FORK:
-            pid = os.fork()
-            if pid == 0:
-                link.close()
-                try:
-                    _serve(socket.socket(fileno=fds[0]))
-                finally:
-                    os._exit(0)
+            pids.append(new_rank(link, fds[0]))
             os.close(fds[0])
-            pids.append(pid)
         else:
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
@@ -200,4 +220,11 @@ def _serve(link: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    _fork_ranks(socket.socket(fileno=int(sys.argv[1])))
+    role, link = sys.argv[1], socket.socket(fileno=int(sys.argv[2]))
+    if role == "rank":
+        _serve(link)
+    elif role == "start":
+        _ranks_on_demand(link, _started_rank)
+    else:
+        _import_for_all()
+        _ranks_on_demand(link, _forked_rank)

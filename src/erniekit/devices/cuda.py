@@ -88,6 +88,7 @@ class CudaDevice(Device):
 
     def graphed(self, module: Callable[..., Any], inputs: tuple[torch.Tensor, ...], memory: Any = None) -> Any:
         with gradients_as_given():
+            _open_backward_thread(self.handle)
             return torch.cuda.make_graphed_callables(module, inputs, pool=memory)
 
     def graph_memory(self) -> Any:
@@ -149,6 +150,14 @@ def _shared_graph() -> Any:
     with torch.cuda.graph(graph, capture_error_mode=CAPTURE):
         torch.zeros(1, device="cuda")
     return graph
+
+
+@cache
+def _open_backward_thread(handle: torch.device) -> None:
+    """torch computes gradients in a thread of its own, which has no CUDA context before its first kernel; cuBLAS warns
+    where that is a product, as it is where recorded layers come before any loss."""
+    one = torch.ones(1, device=handle, requires_grad=True)
+    torch.autograd.grad((one * 2,), (one,), (torch.ones_like(one),))
 
 
 @contextmanager

@@ -18,7 +18,8 @@ def add_norm(
     x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x, added [..., H] -> (x + added, its norm times weight), both in x's dtype; added None: x as it is."""
-    if not runs_triton(x) or torch.compiler.is_compiling():  # a compiled layer has it in its own sweeps
+    # A compiled layer has it in its own sweeps; the kernel computes in fp32.
+    if not runs_triton(x) or x.dtype == torch.float64 or torch.compiler.is_compiling():
         return reference(x, added, weight, eps)
     given = (x, weight) if added is None else (x, weight, added)
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in given):

@@ -177,10 +177,12 @@ class LoRAExperts(LoRALayer):
         return self.base.matrices()
 
     def updates(self) -> dict[str, Update]:
-        """By part; where parts share an A each has it."""
+        """By part; where parts share an A each has it. Without adapters updates of zero: the same kernels run, so that
+        a reference differs from a policy only by the adapters, not by rounding."""
         out = {}
-        for pair in self.pairs().values() if self.active else ():
-            A, B = pair.A.unflatten(0, (-1, pair.rank)), pair.B.unflatten(0, (-1, pair.rows))
+        for pair in self.pairs().values():
+            whole = pair.B if self.active else torch.zeros_like(pair.B)
+            A, B = pair.A.unflatten(0, (-1, pair.rank)), whole.unflatten(0, (-1, pair.rows))
             for (part, _), b in zip(pair.parts, B.split([n for _, n in pair.parts], dim=1)):
                 out[part] = Update(A, b, pair.scale)
         return out

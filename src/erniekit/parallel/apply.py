@@ -42,6 +42,7 @@ class SpreadOptions:
     recompute: str | None = None  # granularity
     no_recompute_layers: tuple[int, ...] = ()
     compile: bool = False
+    as_written: bool = False  # compiled layers round as others do: a policy and its reference are then one network
     graphed: Graphed | None = None  # None: layers are launched
     schedule: str = "auto"
     runner: str = "erniekit"  # of pipelines: erniekit | torch
@@ -89,7 +90,8 @@ def parallelise(
         if options.compile:
             # Kernels that take packs as they are multiply 16-bit numbers, and ranks of a sequence have packs only.
             on_host = not device.triton or (world.layout.cp > 1 and compute == torch.float32)
-            compile_layers(part, packs_on_host=on_host, shards_inside=world.layout.fsdp > 1)
+            inside = world.layout.fsdp > 1
+            compile_layers(part, packs_on_host=on_host, shards_inside=inside, as_written=options.as_written)
         # Around what is compiled, inside what is computed again: brought once more for that.
         hosted.append(HostLayers(part, options.in_host_memory, device))
         away, on = options.in_host_memory, options.compile

@@ -19,13 +19,18 @@ SHAPES = 64  # programs of one layer's code at most: rows of evaluation, packs o
 BACKEND = "inductor"  # torch's; its tests on a CPU take one that compiles nothing
 
 
-def compile_layers(part: nn.Module, packs_on_host: bool = False, shards_inside: bool = False) -> None:
+def compile_layers(
+    part: nn.Module, packs_on_host: bool = False, shards_inside: bool = False, as_written: bool = False
+) -> None:
     """Each decoder layer as a whole: they are alike, so one compilation serves them all.
 
     A module that waits for the host is left as it is, and what is around it becomes several graphs;
     so does a layer with experts where fully_shard gathers weights within it (shards_inside), and any layer
     where no kernel takes packed documents as they are (packs_on_host). In all others nothing may fall back to
     Python.
+
+    as_written: 16-bit results are rounded wherever the layer as it is written rounds them. Else those inside a fused
+    kernel stay in fp32, and the programs with and without gradients, which fuse otherwise, differ by a few bits.
     """
     import torch._dynamo.config  # seconds: only where something is compiled
 
@@ -36,11 +41,16 @@ def compile_layers(part: nn.Module, packs_on_host: bool = False, shards_inside: 
         for module in waiting:
             wrap(module, torch._dynamo.disable)
         whole = not waiting and not packs_on_host and not (shards_inside and layer.sparse)
-        wrap(layer, torch.compile(fullgraph=whole, dynamic=False, backend=BACKEND))
-    compile_row_functions(part)
+        wrap(layer, torch.compile(fullgraph=whole, dynamic=False, backend=BACKEND, options=_options(as_written)))
+    compile_row_functions(part, as_written)
 
 
-def compile_row_functions(part: nn.Module) -> None:
+def _options(as_written: bool) -> dict[str, Any] | None:
+    """Of torch's compiler, of no other back end."""
+    return {"emulate_precision_casts": True} if as_written and BACKEND == "inductor" else None
+
+
+def compile_row_functions(part: nn.Module, as_written: bool = False) -> None:
     """Functions that go element by element, of as many rows as there are this time (`row_functions`). One compilation
     serves all modules that have the same one."""
     done: dict[Any, Any] = {}
@@ -48,7 +58,8 @@ def compile_row_functions(part: nn.Module) -> None:
         for name in row_functions(module):
             function = getattr(module, name)
             if function not in done:
-                done[function] = _over_rows(torch.compile(function, fullgraph=True, backend=BACKEND))
+                compiled = torch.compile(function, fullgraph=True, backend=BACKEND, options=_options(as_written))
+                done[function] = _over_rows(compiled)
             setattr(module, name, done[function])
 
 

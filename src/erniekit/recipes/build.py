@@ -75,6 +75,7 @@ def build(plan: RunPlan, stage: TrainingStage, base_digest: str = "", fill: weig
             recompute=cfg.memory.recompute_granularity if cfg.memory.recompute else None,
             no_recompute_layers=cfg.memory.no_recompute_layers,
             compile=bool(cfg.model.compile),
+            as_written=stage.compares(cfg),
             graphed=plan.graphed,
             schedule=cfg.parallel.pp_schedule,
             runner=cfg.parallel.pp_runner,
