@@ -3,6 +3,8 @@ signal does."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import shutil
 import signal
@@ -14,6 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+import erniekit
+from erniekit.demo.tiny import make_tiny_model
 from erniekit.errors import Preempted
 from erniekit.parallel import compiled
 from erniekit.train.guard import Signals
@@ -103,3 +107,25 @@ def test_an_error_of_the_compiler_is_the_stop_only_where_a_signal_came() -> None
             raise ValueError("of ours")
         with pytest.raises(Preempted, match="SIGTERM: stopped while layers were compiled"), signals.ends_compilers():
             raise TorchRuntimeError("its compiler was ended")
+
+
+@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="torch finds no compiler")
+@pytest.mark.full  # a minute of compiling
+def test_a_compiled_policy_and_its_reference_are_one_network_at_first(tmp_path: Path) -> None:
+    """In bf16, with adapters on experts too: layers compiled with and without gradients give the same bits."""
+    model = make_tiny_model(tmp_path / "model", family="ernie4_5_moe")
+    pairs = [
+        {"src": [f"Add {n} to {n}."], "tgt": [], "response": [str(2 * n), "no"], "sort": [1, 0]} for n in range(64)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    words = dict(
+        stage="DPO", model_name_or_path=model, train_dataset_path=tmp_path / "pairs.jsonl", output_dir=tmp_path / "run",
+        fine_tuning="LoRA", max_steps=2, max_seq_len=512, compute_type="bf16", device="cpu", compile=True,
+        learning_rate=1e-3, warmup_steps=0, lr_scheduler_type="constant", gradient_accumulation_steps=1,
+        logging_steps=1, report_to="none", save_strategy="no", doctor="off", probe_tokens=0, packing=True,
+    )  # fmt: skip
+    erniekit.run("train", **words)
+    first, second = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[:2])
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-7)
+    assert first["rewards/margins"] == 0
+    assert second["rewards/margins"] != 0, "it must really have trained"

@@ -78,14 +78,14 @@ def _with(job: Job, facts: Facts) -> Job:
     return replace(job, document=round(facts.document), trained=facts.trained, recomputed=again)
 
 
-def plan_of(record: Record, card: str = "h200") -> Candidate:
-    """As this version plans it, on no device at all."""
+def plan_of(record: Record, card: str = "h200", **kernels: str) -> Candidate:
+    """As this version plans it, on no device at all. kernels: of Job, where the record had others."""
     work = WORKLOADS[record.workload]
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(dict(work.model)))
         keys = run_keys(work, Path(name), "bf16", record.keys)
         cfg = load([f"{key}={value}" for key, value in keys.items()], "train")
-        job = job_of(cfg, shape_of(cfg), work.rows.count)
+        job = replace(job_of(cfg, shape_of(cfg), work.rows.count), **kernels)  # type: ignore[arg-type]
     pool = DevicePool(CARDS[card], rates_of(CARDS[card]), 1, limit=float("inf"))
     return evaluate(_with(job, record.facts), Layout(), pool, exact=True)
 

@@ -34,6 +34,8 @@ class Job:
     vision_kept: float = 0.0  # bytes that a vision tower and its resampler keep of a micro-batch
     schedule: str = "auto"  # of a pipeline
     replayed: bool = False  # layers are: the host launches none of their kernels
+    attention: str = "flash4"  # the kernel for rows of one document, as kernels/selection.py names it
+    packed_attention: str = "flash4"  # for documents in packs
     base: str = BF16  # what frozen weights are kept as, and what they are multiplied in
     products: str = BF16
     # What evaluate.py has computed, for layouts that are alike in it.

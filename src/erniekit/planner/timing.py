@@ -33,6 +33,9 @@ FORWARD_SHARE = 0.4  # of that traffic
 # Of attention's time: backward has 2.5 times the products of forward, one of which no count of model FLOPs has, at a
 # lower rate.
 ATTENTION_FORWARD_SHARE = 0.25
+# Over FlashAttention-4, on one H200 (docs/performance.md): FlashAttention-2 of packs (E1 83.8 ms for 44.0), torch's own
+# for rows (A1 36.9 for 30.8, C1-85 72.8 for 62.7).
+SLOWER_ATTENTION = {"flash": 1.85, "rows": 1.18}
 FP8_GAIN = 1.55  # rate of products in fp8 over bf16's
 SAME_INPUTS = ("k_proj", "v_proj", "up_proj")  # as the product before: rounded once
 ROUNDED_BYTES = 3  # read and written to round a number of a row to fp8
@@ -93,7 +96,8 @@ def layer_time(job: Job, sparse: bool, layout: Layout, tokens: int, rates: CardR
     back = (INPUT_GRADIENT + (0 if job.rank else WEIGHT_GRADIENT)) / FORWARD
     heads = c.num_heads * c.head_dim / tp
     attention = heads * tokens * job.documents / rates.attention_at(job.documents)
-    attention *= ATTENTION_FORWARD + ATTENTION_BACKWARD
+    kernel = job.packed_attention if job.documents < job.length else job.attention
+    attention *= (ATTENTION_FORWARD + ATTENTION_BACKWARD) * SLOWER_ATTENTION.get(kernel, 1.0)
     traffic = element_bytes(c, sparse, job.compute) * tokens / (tp if layout.sequence_parallel or tp == 1 else 1.0)
     between = (traffic + rounded) / rates.elementwise
     wait = exchanges(job, sparse, layout, tokens, links)

@@ -12,6 +12,7 @@ from math import ceil
 from erniekit.config import RunConfig
 from erniekit.devices.base import GIB, Device
 from erniekit.errors import DeviceError, ErnieKitError
+from erniekit.kernels.selection import AttentionFacts, chosen
 from erniekit.parallel.layout import Layout
 from erniekit.parallel.world import ranks_started
 from erniekit.planner.cards import CARDS, Card, rates_of
@@ -22,6 +23,8 @@ from erniekit.planner.step_time import alone, pipeline_stages
 from erniekit.recipes import planning
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.train.metrics import StepStatistics
+
+MEASURED_CAPABILITY = 9  # of cards whose kernels of attention were compared
 
 
 def card_of(device: Device) -> Card | None:
@@ -46,7 +49,16 @@ def job_at_hand(cfg: RunConfig, plan: RunPlan | None, layout: Layout) -> Job:
         job = replace(job, recomputed=max(again))
     elif not cfg.memory.recompute:
         job = replace(job, recomputed=0)
-    return job
+    return job if plan is None else with_attention_of(plan, job)
+
+
+def with_attention_of(plan: RunPlan, job: Job) -> Job:
+    """By the kernels that compute it on this device, where the planner knows how they differ."""
+    if (plan.device.capability() or (0,))[0] != MEASURED_CAPABILITY or plan.config.model.attention != "auto":
+        return job
+    c = plan.folder.config
+    facts = AttentionFacts(plan.device.handle, c.num_heads // c.num_kv_heads, c.head_dim, dtype=plan.dtype)
+    return replace(job, attention=chosen("attention", facts), packed_attention=chosen("packed attention", facts))
 
 
 def predicted_alone(plan: RunPlan, micro_batches: int) -> tuple[Candidate, float]:

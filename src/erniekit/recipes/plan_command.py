@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from erniekit.planner.job import Job
     from erniekit.planner.search import Ranking
 
+HOPPER = ("h200", "h100", "h800", "h20")  # cards that FlashAttention-4 is for
 MARK = "# written by `erniekit plan`"
 OPTIONS = ("--cluster", "--write", "--take", "--calibration", "--packs", "--top", "--timeline")
 # What decides a layout: of the recipe's own none is left in a written one, whose layout is the planned one alone.
@@ -161,6 +162,7 @@ def _refuse_other_islands(cfg: RunConfig, cluster: Cluster) -> None:
 def _show_job(cfg: RunConfig, job: Job, source: str, pool: DevicePool) -> None:
     from erniekit.data.report import short
     from erniekit.planner import report
+    from erniekit.planner.timing import SLOWER_ATTENTION
 
     how = f"LoRA rank {job.rank}" if job.rank else "all weights"
     if job.teacher is not None:
@@ -171,6 +173,11 @@ def _show_job(cfg: RunConfig, job: Job, source: str, pool: DevicePool) -> None:
     )
     for text in _notes(cfg):
         emit(f"note     {text}")
+    if pool.card.name.lower() in HOPPER and cfg.model.attention == "auto":
+        emit(
+            "note     attention is planned as FlashAttention-4 computes it (extra flash4); without it rows spend "
+            f"{SLOWER_ATTENTION['rows']:.1f} times as long there, packs {SLOWER_ATTENTION['flash']:.1f} times"
+        )
     emit(f"rates    {report.sources(pool.rates)}")
 
 

@@ -42,6 +42,9 @@ def card(gib: float = 139.8) -> Any:
         def peak_allocated(self) -> int:
             return int(0.97 * gib * GIB)
 
+        def capability(self) -> None:
+            return None
+
     return Full("NVIDIA H200", "cuda", int(gib * GIB))
 
 
