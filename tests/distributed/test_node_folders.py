@@ -114,6 +114,11 @@ def copy_all(root: str, fault: str = "", chunk: int = 10_000) -> str:
         (path / "state.json").unlink()
     if fault == "source lost its manifest" and rank == 0:
         (path / manifest.MANIFEST).unlink()
+    if fault == "source is of a later version" and rank == 0:
+        found, own = manifest.Manifest.from_bytes((path / manifest.MANIFEST).read_bytes()), manifest.FORMAT
+        manifest.FORMAT = own + 1  # type: ignore[misc]
+        (path / manifest.MANIFEST).write_bytes(found.to_bytes())
+        manifest.FORMAT = own  # type: ignore[misc]
     real = writer.ops.write
     if fault == "full disk" and rank == 1:
         left = [20_000]
@@ -147,6 +152,7 @@ def test_a_checkpoint_reaches_every_node_whole(ranks: Ranks, tmp_path: Path) -> 
         ("source flips a bit", "model.safetensors arrived with other bytes"),
         ("source lost a file", "state.json arrived with other bytes"),
         ("source lost its manifest", "MANIFEST.json cannot be read at its source"),
+        ("source is of a later version", "MANIFEST.json cannot be read at its source: MANIFEST.json has format 2"),
     ],
 )
 def test_a_damaged_source_is_published_nowhere(ranks: Ranks, tmp_path: Path, fault: str, words: str) -> None:

@@ -203,8 +203,9 @@ def _send_folder(path: Path, to: int, wire: Wire, header: dict[str, Any]) -> Non
     try:
         raw = (path / MANIFEST).read_bytes()
         manifest = Manifest.from_bytes(raw)
-    except (OSError, ValueError) as error:
-        wire.send_json(to, {"problem": f"{MANIFEST} cannot be read at its source: {error}"})
+    except (OSError, ValueError, CheckpointError) as error:
+        why = error.what if isinstance(error, CheckpointError) else error
+        wire.send_json(to, {"problem": f"{MANIFEST} cannot be read at its source: {why}"})
         return
     sizes = [record.size for record in manifest.files.values()]
     wire.send_json(to, {**header, "manifest": raw.decode(), "sizes": sizes})
