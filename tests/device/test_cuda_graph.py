@@ -4,6 +4,7 @@ micro-batches.
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 import torch
 from device_cases.graphs import ours
 
+from erniekit.bench.data import make_steps
 from erniekit.bench.ours import Ours
 from erniekit.bench.workloads import ERNIE_03B, ERNIE_21B, LORA, Rows
 from erniekit.data.collate import collate, collate_joined
@@ -179,3 +181,18 @@ def test_joined_rows_are_packs_of_one_shape_for_compiled_layers_and_graphs(tmp_p
     for (loss, norm), (other, other_norm) in zip(found[False], found[True]):
         assert abs(loss - other) < 2e-3 * loss, found
         assert abs(norm - other_norm) < 2e-2 * norm, found
+
+
+def test_pairs_whose_answers_share_a_prompt_are_replayed_where_that_is_requested(tmp_path: Path) -> None:
+    """DPO's policy; its reference has no gradients and is launched."""
+    rows = Rows(1, LENGTH, pairs=2, answer=128)
+    steps = [[data.batch] for data in make_steps(rows, 8192, 6, 0)]
+    found = {}
+    for graph in (False, True):
+        runner = ours(tmp_path, graph, SMALL, rows, stage="DPO", max_prompt_len=512)
+        found[graph] = losses(runner, steps)
+        assert len(getattr(runner.built.engine.model.run_layers, "recorded", ())) == (1 if graph else 0)
+    assert found[True][0][0] == pytest.approx(math.log(2), abs=1e-3)
+    for (loss, norm), (other, other_norm) in zip(found[False], found[True]):
+        assert abs(loss - other) < 1e-2, found
+        assert abs(norm - other_norm) < 5e-2 * norm, found

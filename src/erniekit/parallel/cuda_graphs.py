@@ -26,6 +26,7 @@ PER_BATCH = (
     "cu_seqlens",
     "real",
     "packs",
+    "shared",
     "members",
     "modality",
 )  # of Context: inputs of a replay
@@ -40,8 +41,8 @@ class Graphed(NamedTuple):
 
 
 class GraphedLayers:
-    """In place of a model's `run_layers`. What it cannot replay runs as before: other shapes, evaluation, documents
-    that share keys.
+    """In place of a model's `run_layers`. What it cannot replay runs as before: other shapes, evaluation, a reference's
+    passes without gradients, documents that share keys where no kernel takes their lists.
 
     All recordings share their memory, so that several lengths take little more than the longest. That is right as long
     as each forward pass is followed by its own backward pass: the next replay may write over what it kept."""
@@ -65,9 +66,10 @@ class GraphedLayers:
         if not self._fits(x_BLH, ctx):
             result = self.plain(x_BLH, ctx)
             return result
-        documents, joined = (None if x is None else x.shape for x in (ctx.packs and ctx.packs.bounds, ctx.members))
+        packed = (None, None) if ctx.packs is None else (ctx.packs.bounds, ctx.packs.key_index)
+        documents, listed, joined = (None if x is None else x.shape for x in (*packed, ctx.members))
         counts = None if ctx.lengths is None else tuple(len(one) for one in ctx.lengths)
-        key = (x_BLH.shape[1], ctx.kernel, documents, joined, _real(ctx) is None, ctx.record is None, counts)
+        key = (x_BLH.shape[1], ctx.kernel, documents, listed, joined, _real(ctx) is None, ctx.record is None, counts)
         if key not in self.recorded:
             if len(self.recorded) == self.most or not self._may_record():
                 result = self.plain(x_BLH, ctx)
@@ -83,7 +85,9 @@ class GraphedLayers:
     def _fits(self, x_BLH: torch.Tensor, ctx: Any) -> bool:
         if not (torch.is_grad_enabled() and self.model.training) or is_eager():
             return False
-        if x_BLH.shape[0] != self.rows or x_BLH.shape[1] not in self.lengths or ctx.shared is not None:
+        if x_BLH.shape[0] != self.rows or x_BLH.shape[1] not in self.lengths:
+            return False
+        if ctx.shared is not None and ctx.packs is None:
             return False
         if self.model.config.vision is not None and ctx.lengths is None:  # text alone: its vision experts have no rows
             return False
@@ -129,8 +133,13 @@ class GraphedLayers:
 
 def _inputs(ctx: Any) -> list[torch.Tensor]:
     """What differs from one batch to the next."""
-    found = [ctx.cos, ctx.sin, None if ctx.packs is None else ctx.packs.bounds, _real(ctx), ctx.members, ctx.modality]
+    found = [ctx.cos, ctx.sin, *_of_packs(ctx.packs), _real(ctx), ctx.members, ctx.modality]
     return [tensor for tensor in found if tensor is not None]
+
+
+def _of_packs(packs: Packs | None) -> list[torch.Tensor | None]:
+    """On the device: where documents lie, and the lists of keys that some share."""
+    return [] if packs is None else [packs.bounds, packs.key_index, packs.key_bounds, packs.key_places]
 
 
 def _real(ctx: Any) -> torch.Tensor | None:
@@ -151,6 +160,7 @@ class _Stack(nn.Module):
             _real(ctx) is not None,
         )
         self.joined, self.with_vision = ctx.members is not None, ctx.modality is not None
+        self.of_packs = sum(tensor is not None for tensor in _of_packs(ctx.packs))  # how many of the inputs
         self.record_layout: dict[str, list[tuple[int, int | None]]] = {}  # name -> (layer, its count where it has one)
         self.sizes = torch.zeros(3, dtype=torch.int64)
         if ctx.packs is not None:
@@ -160,7 +170,8 @@ class _Stack(nn.Module):
 
     def forward(self, x_BLH: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         cos, sin, *rest = inputs
-        packs = Packs(rest.pop(0), self.sizes) if self.packed else None
+        bounds, rest = rest[: self.of_packs], rest[self.of_packs :]
+        packs = Packs(bounds[0], self.sizes, *bounds[1:]) if self.packed else None
         more = (self.padded, self.joined, self.with_vision)
         real, members, modality = (rest.pop(0) if given else None for given in more)
         ctx = self.like._replace(cos=cos, sin=sin, packs=packs, real=real, members=members, modality=modality)

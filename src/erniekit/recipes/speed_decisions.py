@@ -48,6 +48,7 @@ WORTH_COMPILING = 900.0
 FILLED = 0.99  # of compiled rows that are padded further it is faster to leave both the padding and the compiler
 SHORT_RUN = "a run of minutes ends sooner without it; compile: True makes steps 0 to 3 % faster"
 REPLAYED_STAGES = ("SFT", "PT", "VL-SFT")
+REPLAYED_ON_REQUEST = ("DPO",)  # the policy's passes; not run on a card yet
 MANY_LENGTHS = "rows of many lengths; length_buckets: auto makes them few, packing: True of one"
 
 
@@ -205,7 +206,7 @@ def _graph(cfg: RunConfig, device: Device, world: World, model: DecoderConfig, t
         why_not = "layers are computed again in the backward pass"
     elif model.moe is not None and (model.hidden_size % ALIGNED or model.moe.width % ALIGNED):
         why_not = "the host waits for the routing: no grouped product takes experts of these widths"
-    elif cfg.train.stage not in REPLAYED_STAGES:
+    elif cfg.train.stage not in REPLAYED_STAGES and not (requested and cfg.train.stage in REPLAYED_ON_REQUEST):
         why_not = f"not with stage: {cfg.train.stage}"
     elif requested is None and not launches_show(cfg, device, model, tokens):
         why_not = "the device needs longer for a micro-batch than the host for its launches"

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from erniekit.data.types import More
+from erniekit.data.types import More, SharedKeys
 from erniekit.devices import pick
 from erniekit.devices.base import Device
-from erniekit.kernels.packed_attention import Packs
+from erniekit.kernels.packed_attention import Packs, packs_of
 from erniekit.losses.moe_balance import RouterLosses, RouterLossWeights
 from erniekit.models.config import MoEShape
+from erniekit.models.layers.attention import Context
 from erniekit.models.layers.decoder import Decoder
 from erniekit.models.layers.modal import lengths_of
 from erniekit.models.layers.moe import MoE
@@ -74,6 +75,39 @@ def test_padding_is_an_input_only_where_layers_tell_of_themselves() -> None:
     assert len(_inputs(ctx._replace(record={}))) == 3
     packs = Packs(torch.tensor([0, 12, 24], dtype=torch.int32), torch.tensor([2, 12, 12]))
     assert len(_inputs(ctx._replace(packs=packs, record={}))) == 4
+
+
+def test_lists_of_keys_that_documents_share_are_inputs_and_reach_the_layers_of_each_batch() -> None:
+    """As of DPO's pairs, whose answers look at one prompt."""
+
+    class Seen(torch.nn.Module):
+        def forward(self, x: torch.Tensor, ctx: Context) -> torch.Tensor:
+            seen.append(ctx)
+            return x
+
+    def batch(prompt: int) -> Context:
+        """A prompt with its first answer, and a second answer of three tokens that looks at the prompt, too."""
+        ends = torch.tensor([0, 9, 12], dtype=torch.int32)
+        own = torch.arange(12)
+        index = torch.cat([own[:9], own[:prompt], own[9:]])
+        bounds = torch.tensor([0, 9, 9 + prompt + 3], dtype=torch.int32)
+        shared = SharedKeys(index, bounds, 9)
+        packs = packs_of(ends, 9, shared, 12)
+        return decoder().context(own[None])._replace(packs=packs, shared=shared, kernel="flash")
+
+    seen: list[Context] = []
+    first, second = batch(4), batch(6)
+    stack = _Stack(torch.nn.ModuleList([Seen()]), first)
+    x = torch.randn(1, 12, 32)
+    (out,) = stack(x, *_inputs(second))
+    assert torch.equal(out, x)
+    got, want = seen[0].packs, second.packs
+    assert len(_inputs(first)) == 6
+    for name in ("bounds", "key_index", "key_bounds", "key_places"):
+        assert getattr(first.packs, name).shape == getattr(want, name).shape, "one recording serves both"
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
+    assert got.sizes.tolist() == [64, 12, 12], "room for any documents"
+    assert seen[0].shared is None, "nothing of the batch that was recorded"
 
 
 def test_where_nothing_can_be_replayed_layers_are_launched() -> None:

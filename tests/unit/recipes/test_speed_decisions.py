@@ -251,6 +251,17 @@ def test_rows_of_many_lengths_are_replayed_only_where_they_are_filled_up(
     assert (cfg.model.compile, cfg.model.cuda_graph) == want
 
 
+def test_a_policys_passes_are_replayed_only_on_request() -> None:
+    pytest.importorskip("triton", reason="the dev extra installs it on Linux")
+    usual = ["batch_size=1", "max_seq_len=2048", "packing=True", "compute_type=bf16"]
+    for stage, word, want in (
+        ("DPO", [], False),
+        ("DPO", ["cuda_graph=True"], True),
+        ("KTO", ["cuda_graph=True"], False),
+    ):
+        assert settled(*usual, f"stage={stage}", *word).model.cuda_graph is want, (stage, word)
+
+
 WISHES = [
     ("stage=SFT", "stage=PT", "stage=DPO"),
     ("packing=True", "packing=False", "packing=False length_buckets=off"),
