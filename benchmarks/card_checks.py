@@ -42,19 +42,19 @@ def _files(*names: str) -> str:
 
 _ALL = (
     CardCheck(
-        "versions", 280, "benchmarks/versions.py {before} --only A1,E1 --profile",
+        "versions", 240, "benchmarks/versions.py {before} --only A1,E1 --profile",
         "no workload is slower than before by 1 %",
     ),
     CardCheck(
-        "versions-experts", 480, "benchmarks/versions.py {before} --only C1-85 --turns 2 --steps 6 --profile",
+        "versions-experts", 220, "benchmarks/versions.py {before} --only C1-85 --turns 2 --steps 6 --profile",
         "the same of 21B",
     ),
     CardCheck(
-        "save", 90, "-m pytest -m full -q -s tests/distributed/test_rank_files.py -k two_gib",
+        "save", 40, "-m pytest -m full -q -s tests/distributed/test_rank_files.py -k two_gib",
         "2 GiB of four ranks in at most 1.2 times a plain write of the largest rank's",
     ),
     CardCheck(
-        "adapters", 150, "benchmarks/serve_speed.py --model 0.3b --adapters 8 --clients 64 --tokens 256",
+        "adapters", 60, "benchmarks/serve_speed.py --model 0.3b --adapters 8 --clients 64 --tokens 256",
         "8 adapters at once give at least 70 % of one's tokens/s",
     ),
     CardCheck(
@@ -64,11 +64,18 @@ _ALL = (
         "server-experts", 240, "benchmarks/serve_speed.py --model 21b --tokens 256",
         "21B-A3B: 200 tokens/s for one client, 4,000 for 64; a first token under load in 3 times that alone",
     ),
-    CardCheck("server-tests", 240, f"{_DEVICE} {_files('server', 'engine')}", "greedy tokens are the definition's"),
+    CardCheck("server-tests", 120, f"{_DEVICE} {_files('server', 'engine')}", "greedy tokens are the definition's"),
     CardCheck(
-        "kernel-tests", 300, f"{_DEVICE} {_files('fp8', 'packed', 'vision', 'products', 'graph')}",
+        "kernel-tests", 340, f"{_DEVICE} {_files('fp8', 'packed', 'vision', 'products', 'graph')}",
         "every kernel is within its tolerance of the plain one",
     ),
+    CardCheck(
+        "device-tests", 420,
+        f"{_DEVICE} {_files('mixed', 'moe', 'optim', 'lean_optim', 'lora', 'experts', 'head', 'attention', 'steps')} "
+        f"{_files('qat', 'saves', 'vendors', 'sft')}",
+        "kernels, steps, saves and recipes on a card; DPO over experts starts at ln 2",
+    ),
+    CardCheck("rank-tests", 420, f"{_DEVICE} {_files('ranks')}", "one rank's losses, kernels and kernel time"),
     CardCheck(
         "commands", 270, "-m erniekit bench --real --only dpo-rows,lora-fp8 --layers 8 --again --output_dir {out}/real",
         "whole commands end without a failure; their figures are to be read",
