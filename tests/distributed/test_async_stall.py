@@ -97,8 +97,23 @@ class Run:
             self.manager.close()
 
 
-def run(output: str, async_save: bool, width: int) -> tuple[list[float], int]:
-    """Seconds training waited for each save; and how many of the saves were overtaken by a step of training."""
+def seconds_of_a_copy(job: Run) -> float:
+    """Of all that this rank saves, in memory, all ranks at once: what no snapshot can do without."""
+    params = [param for _, param in job.step.engine.model.named_parameters()]
+    kept = [local(param.detach()).repeat(3, *[1] * (param.dim() - 1)) for param in params]  # a weight and two moments
+    copies, found = [torch.empty_like(tensor).zero_() for tensor in kept], []
+    for _ in range(TRIES):
+        job.world.max(0.0)
+        started = time.perf_counter()
+        for copy, tensor in zip(copies, kept):
+            copy.copy_(tensor)
+        found.append(time.perf_counter() - started)
+    return min(found)
+
+
+def run(output: str, async_save: bool, width: int) -> tuple[list[float], int, float]:
+    """Seconds training waited for each save; how many of the saves were overtaken by a step of training; and seconds of
+    a plain copy."""
     job = Run(Path(output), async_save, width)
     waited, overtaken = [], 0
     for number in range(1, SAVES + 1):
@@ -111,8 +126,9 @@ def run(output: str, async_save: bool, width: int) -> tuple[list[float], int]:
         waited.append(time.perf_counter() - started)
         job.train()
         overtaken += not (Path(output) / f"checkpoint-{number * BETWEEN + number - 1}").is_dir()
+    copied = seconds_of_a_copy(job)
     job.close()
-    return waited, overtaken
+    return waited, overtaken, copied
 
 
 def digests(output: Path) -> dict[str, str]:
@@ -126,26 +142,28 @@ def digests(output: Path) -> dict[str, str]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("width", [2048, pytest.param(8192, marks=pytest.mark.full)])
-def test_an_async_save_stalls_training_for_under_5_percent_of_a_blocking_ones_time(
+def test_an_async_save_stalls_training_for_two_copies_in_memory_or_5_percent_of_a_blocking_ones_time(
     width: int, ranks: Ranks, tmp_path: Path
 ) -> None:
     # Other tests run on these cores: the quickest of each kind is the least disturbed, and an async run that was
     # disturbed throughout is done again. Its quickest is never its first, which also makes the buffers.
     blocking = ranks.run(2, run, str(tmp_path / "blocking"), False, width)
-    assert [overtaken for _, overtaken in blocking] == [0, 0]
-    whole = min(min(waited) for waited, _ in blocking)
+    assert [overtaken for _, overtaken, _ in blocking] == [0, 0]
+    whole, copied = min(min(waited) for waited, *_ in blocking), max(one for *_, one in blocking)
     want = digests(tmp_path / "blocking")
     assert sum(name.endswith("/optimizer-rank-00000-of-00002.safetensors") for name in want) == SAVES
     for attempt in range(TRIES):
         output = tmp_path / f"async-{attempt}"
         background = ranks.run(2, run, str(output), True, width)
         # a rank that stands still after a save may find it on disk
-        assert min(overtaken for _, overtaken in background) > 0, "training went on before it was on disk"
+        assert min(overtaken for _, overtaken, _ in background) > 0, "training went on before it was on disk"
         assert digests(output) == want
-        stall = max(min(waited) for waited, _ in background)
-        print(f"stall {stall * 1000:.1f} ms of {whole * 1000:.0f} ms")
+        stall = max(min(waited) for waited, *_ in background)
+        allowed = max(0.05 * whole, 2 * copied)  # all ranks write at once: a fast disk takes little longer than memory
+        told = f"stall {stall * 1000:.1f} ms of {whole * 1000:.0f} ms; a copy in memory takes {copied * 1000:.1f}"
+        print(told)
         shutil.rmtree(output)  # gigabytes
-        if stall < 0.05 * whole:
+        if stall < allowed:
             break
     shutil.rmtree(tmp_path / "blocking")
-    assert stall < 0.05 * whole
+    assert stall < allowed, told
