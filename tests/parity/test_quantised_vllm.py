@@ -48,6 +48,7 @@ SERVED = {
     "w8a8": Served("float32", 1e-4, 0.3),
     "fp8_dynamic": Served("float32", 1e-4, 0.5),
 }
+AMX_PRODUCT = "int8_scaled_mm_with_quant: expect A to be bfloat16"  # of processors that have it, which takes no fp32
 # Kind -> a word of vLLM's reason.
 ON_CARDS_ONLY = {"w8a16": "WNA16", "fp8_static": "static_scaled_fp8_quant", "mxfp4": "MXFP4", "nf4": "bitsandbytes"}
 
@@ -65,7 +66,7 @@ def source(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 def in_fp32(folder: Path) -> Path:
     """The same codes, with scales that are multiplied in fp32, as its kernels do: we and transformers do in bf16."""
     out = folder.with_name(f"{folder.name}-fp32")
-    shutil.copytree(folder, out)
+    shutil.copytree(folder, out, ignore=shutil.ignore_patterns("MANIFEST.json"))  # which has the sizes of the first
     for file in out.glob("*.safetensors"):
         tensors = {name: t.float() if name.endswith("weight_scale") else t for name, t in load_file(file).items()}
         save_file(tensors, file, {"format": "pt"})
@@ -94,6 +95,9 @@ def test_a_cpu_says_what_we_say_or_why_it_does_not(
         assert word in answers[kind].get("error", "")
     monkeypatch.setattr(rounded_inputs, "rounded_inputs", as_vllm_rounds)
     for kind, served in SERVED.items():
+        if AMX_PRODUCT in answers[kind].get("error", ""):
+            assert (kind, "amx_int8" in Path("/proc/cpuinfo").read_text()) == ("w8a8", True)
+            continue
         assert "error" not in answers[kind], answers[kind]
         folder, answer = in_fp32(folders[kind]), answers[kind]
         near = 0
