@@ -91,6 +91,7 @@ class Case:
 
 
 FULL, LORA = "fine_tuning=Full", "fine_tuning=LoRA lora_rank=2"
+LATER = f"{FULL} optim=muon max_steps=3"  # the first update has one direction whatever the momentum
 TEACHER = f"{FULL} teacher_model_name_or_path={{dense}} max_steps=3"
 
 
@@ -133,7 +134,7 @@ HEAVY = {
     "columns": Case(f"{FULL} columns.prompt=q columns.response=a", moves(FULL), "qa"),
     "freeze": Case(f"{FULL} freeze=*.mlp.*", moves(FULL)),
     "optim": Case(f"{FULL} optim=muon", moves(FULL)),
-    "muon_momentum": Case(f"{FULL} optim=muon muon_momentum=0.5", moves(f"{FULL} optim=muon")),
+    "muon_momentum": Case(f"{LATER} muon_momentum=0.5", moves(LATER)),
     "muon_learning_rate": Case(f"{FULL} optim=muon muon_learning_rate=0.1", moves(f"{FULL} optim=muon")),
     "muon_scale": Case(f"{FULL} optim=muon muon_scale=original", moves(f"{FULL} optim=muon")),
     "MTP alone": Case(f"{FULL} train_only=mtp num_nextn_predict_layers=1", tells("mtp_loss"), model="moe"),
