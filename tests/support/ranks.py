@@ -159,12 +159,8 @@ def _forked_rank(link: socket.socket, fd: int) -> int:
 
 
 def _started_rank(link: socket.socket, fd: int) -> int:
-    return os.spawnl(os.P_NOWAIT, sys.executable, sys.executable, str(Path(__file__)), "rank", str(_kept_open(fd)))
-
-
-def _kept_open(fd: int) -> int:
     os.set_inheritable(fd, True)
-    return fd
+    return os.spawnl(os.P_NOWAIT, sys.executable, sys.executable, str(Path(__file__)), "rank", str(fd))
 
 
 def _ranks_on_demand(link: socket.socket, new_rank: Callable[[socket.socket, int], int]) -> None:

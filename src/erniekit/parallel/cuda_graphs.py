@@ -154,11 +154,7 @@ class _Stack(nn.Module):
         super().__init__()
         self.layers = layers
         self.like = ctx._replace(**dict.fromkeys(PER_BATCH))
-        self.writes_records, self.packed, self.padded = (
-            ctx.record is not None,
-            ctx.packs is not None,
-            _real(ctx) is not None,
-        )
+        self.writes_records, self.padded = ctx.record is not None, _real(ctx) is not None
         self.joined, self.with_vision = ctx.members is not None, ctx.modality is not None
         self.of_packs = sum(tensor is not None for tensor in _of_packs(ctx.packs))  # how many of the inputs
         self.record_layout: dict[str, list[tuple[int, int | None]]] = {}  # name -> (layer, its count where it has one)
@@ -170,8 +166,8 @@ class _Stack(nn.Module):
 
     def forward(self, x_BLH: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         cos, sin, *rest = inputs
-        bounds, rest = rest[: self.of_packs], rest[self.of_packs :]
-        packs = Packs(bounds[0], self.sizes, *bounds[1:]) if self.packed else None
+        packed, rest = rest[: self.of_packs], rest[self.of_packs :]
+        packs = Packs(packed[0], self.sizes, *packed[1:]) if packed else None
         more = (self.padded, self.joined, self.with_vision)
         real, members, modality = (rest.pop(0) if given else None for given in more)
         ctx = self.like._replace(cos=cos, sin=sin, packs=packs, real=real, members=members, modality=modality)
