@@ -66,10 +66,9 @@ class GraphedLayers:
         if not self._fits(x_BLH, ctx):
             result = self.plain(x_BLH, ctx)
             return result
-        packed = (None, None) if ctx.packs is None else (ctx.packs.bounds, ctx.packs.key_index)
-        documents, listed, joined = (None if x is None else x.shape for x in (*packed, ctx.members))
+        shapes = tuple(None if tensor is None else tensor.shape for tensor in (x_BLH, *_per_batch(ctx)))
         counts = None if ctx.lengths is None else tuple(len(one) for one in ctx.lengths)
-        key = (x_BLH.shape[1], ctx.kernel, documents, listed, joined, _real(ctx) is None, ctx.record is None, counts)
+        key = (ctx.kernel, shapes, ctx.record is None, counts)
         if key not in self.recorded:
             if len(self.recorded) == self.most or not self._may_record():
                 result = self.plain(x_BLH, ctx)
@@ -132,14 +131,17 @@ class GraphedLayers:
 
 
 def _inputs(ctx: Any) -> list[torch.Tensor]:
+    return [tensor for tensor in _per_batch(ctx) if tensor is not None]
+
+
+def _per_batch(ctx: Any) -> list[torch.Tensor | None]:
     """What differs from one batch to the next."""
-    found = [ctx.cos, ctx.sin, *_of_packs(ctx.packs), _real(ctx), ctx.members, ctx.modality]
-    return [tensor for tensor in found if tensor is not None]
+    return [ctx.cos, ctx.sin, *_of_packs(ctx.packs), _real(ctx), ctx.members, ctx.modality]
 
 
 def _of_packs(packs: Packs | None) -> list[torch.Tensor | None]:
     """On the device: where documents lie, and the lists of keys that some share."""
-    return [] if packs is None else [packs.bounds, packs.key_index, packs.key_bounds, packs.key_places]
+    return [None] * 4 if packs is None else [packs.bounds, packs.key_index, packs.key_bounds, packs.key_places]
 
 
 def _real(ctx: Any) -> torch.Tensor | None:

@@ -85,13 +85,13 @@ def test_lists_of_keys_that_documents_share_are_inputs_and_reach_the_layers_of_e
             seen.append(ctx)
             return x
 
-    def batch(prompt: int) -> Context:
+    def batch(prompt: int, copies: int = 2) -> Context:
         """A prompt with its first answer, and a second answer of three tokens that looks at the prompt, too."""
         ends = torch.tensor([0, 9, 12], dtype=torch.int32)
         own = torch.arange(12)
         index = torch.cat([own[:9], own[:prompt], own[9:]])
         bounds = torch.tensor([0, 9, 9 + prompt + 3], dtype=torch.int32)
-        shared = SharedKeys(index, bounds, 9)
+        shared = SharedKeys(index, bounds, 9, copies=copies)
         packs = packs_of(ends, 9, shared, 12)
         return decoder().context(own[None])._replace(packs=packs, shared=shared, kernel="flash")
 
@@ -108,6 +108,13 @@ def test_lists_of_keys_that_documents_share_are_inputs_and_reach_the_layers_of_e
         assert torch.equal(getattr(got, name), getattr(want, name)), name
     assert got.sizes.tolist() == [64, 12, 12], "room for any documents"
     assert seen[0].shared is None, "nothing of the batch that was recorded"
+
+    model = decoder()
+    model.layers = torch.nn.ModuleList([Seen()])
+    graphed = Rehearsed(model, pick("cpu"), Graphed(1, (12,), 1))
+    for ctx in (first, second, batch(4, copies=4)):
+        graphed(x, ctx)
+    assert len(graphed.recorded) == 2, "keys that more documents look at are inputs of another shape"
 
 
 def test_where_nothing_can_be_replayed_layers_are_launched() -> None:
