@@ -4,7 +4,8 @@ something to read, `listed_files` folders and patterns into their files. Called 
 from __future__ import annotations
 
 import glob
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -91,8 +92,9 @@ def _files_of(entry: str | Path, text: bool) -> Sequence[str | Path]:
 
 
 def _of_folder(folder: Path, text: bool) -> list[Path]:
-    below = sorted(path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
-    below = [path for path in below if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    if folder.samefile(folder.absolute().anchor):
+        raise DataError("the whole disk is no dataset", where=str(folder), fix="name the folder that holds the rows")
+    below = sorted(_below(folder))
     found = [path for path in below if _is_data(path, text)]
     left = sorted(set(below) - set(found))
     rest = [f"{path.relative_to(folder)}{_why_left(path)}" for path in left]
@@ -108,6 +110,19 @@ def _of_folder(folder: Path, text: bool) -> list[Path]:
         more = f" and {len(rest) - _SHOWN:,} more" if len(rest) > _SHOWN else ""
         warn_once(f"{folder}: not read: {', '.join(rest[:_SHOWN])}{more}")
     return found
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """Its files and links, and those of the folders in it; nothing whose name begins with a dot is looked into."""
+
+    def refuse(error: OSError) -> None:
+        why = f"a folder of the dataset cannot be read: {error.strerror}"
+        raise DataError(why, where=str(error.filename), fix="change its permissions, or name the files")
+
+    for place, folders, files in os.walk(folder, onerror=refuse):
+        folders[:] = (name for name in folders if not name.startswith("."))
+        links = (name for name in folders if os.path.islink(os.path.join(place, name)))
+        yield from (Path(place, name) for name in (*links, *files) if not name.startswith("."))
 
 
 def _is_data(path: Path, text: bool) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Iterator
@@ -227,6 +228,36 @@ def test_folders_and_patterns_are_their_files_by_name(tmp_path: Path, caplog, ca
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="holds no dataset file"):
         listed_files([tmp_path / "empty"])
+
+
+@pytest.mark.parametrize("whole", ["/", "//", "/tmp/.."])
+def test_the_whole_disk_is_no_dataset(whole: str) -> None:
+    with pytest.raises(DataError, match="the whole disk is no dataset") as error:
+        listed_files([whole])
+    assert error.value.where == str(Path(whole))
+
+
+def test_folders_with_a_dot_are_not_looked_into_and_others_must_be_readable(tmp_path: Path, monkeypatch) -> None:
+    """Caches and repositories may hold many files, and what nobody may read."""
+    for name in ("a.jsonl", "below/b.jsonl", ".git/c.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_jsonl(tmp_path / name, ROWS[:1])
+    scanned, scandir = [], os.scandir
+
+    def scan(place: str) -> object:
+        scanned.append(Path(place))
+        if Path(place) == closed:
+            raise PermissionError(errno.EACCES, "Permission denied", str(place))
+        return scandir(place)
+
+    closed = tmp_path / ".git"
+    monkeypatch.setattr(os, "scandir", scan)
+    assert [file.path for file in listed_files([tmp_path])] == [tmp_path / "a.jsonl", tmp_path / "below/b.jsonl"]
+    assert scanned == [tmp_path, tmp_path / "below"]
+    closed = tmp_path / "below"  # a superuser's tests may read every folder there is
+    with pytest.raises(DataError, match="cannot be read: Permission denied") as error:
+        listed_files([tmp_path])
+    assert error.value.where == str(closed)
 
 
 @pytest.mark.parametrize("name", ["b.jsonl", "below/b.csv.gz", "part"])
