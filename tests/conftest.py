@@ -29,7 +29,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 from erniekit import capabilities  # noqa: E402
 from support.disk import wait_for_no_disk  # noqa: E402
-from support.frozen import freeze_imports  # noqa: E402
+from support.frozen import freeze_what_stays  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
 
 wait_for_no_disk()
@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, o
 
 
 def pytest_collection_finish() -> None:
-    freeze_imports()
+    freeze_what_stays()
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +75,7 @@ def nothing_is_lacking() -> Iterator[None]:
     """What a test's device was found to lack holds for its process: not for the tests after it."""
     yield
     capabilities.set_lacks({})
-    freeze_imports()
+    freeze_what_stays()
 
 
 @pytest.fixture(scope="session")

@@ -140,11 +140,11 @@ def _import_for_all() -> None:
 
     import erniekit.recipes.training  # noqa: F401 - so that no rank has to
     from support.disk import wait_for_no_disk
-    from support.frozen import freeze_imports
+    from support.frozen import freeze_what_stays
 
     torch.set_num_threads(1)
     wait_for_no_disk()
-    freeze_imports()
+    freeze_what_stays()
 
 
 def _forked_rank(link: socket.socket, fd: int) -> int:
@@ -184,7 +184,7 @@ def _ranks_on_demand(link: socket.socket, new_rank: Callable[[socket.socket, int
 def _serve(link: socket.socket) -> None:
     import torch.distributed as dist
 
-    from support.frozen import freeze_imports
+    from support.frozen import freeze_what_stays
 
     modules: dict[str, Any] = {}
     while True:
@@ -212,7 +212,7 @@ def _serve(link: socket.socket) -> None:
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
         _send(link, answer)
-        freeze_imports()
+        freeze_what_stays()
 
 
 if __name__ == "__main__":
