@@ -75,6 +75,14 @@ _ALL = (
         f"{_files('qat', 'saves', 'vendors', 'sft')}",
         "kernels, steps, saves and recipes on a card; DPO over experts starts at ln 2",
     ),
+    CardCheck(
+        "dpo-graph-tests", 60, f"{_DEVICE} {_files('graph')} -k pairs",
+        "DPO whose layers are replayed has the losses of DPO whose layers are launched",
+    ),
+    CardCheck(
+        "dpo-graphs", 150, "benchmarks/graphs.py --only pairs",
+        "replayed is faster where launches show; its figures are to be read",
+    ),
     CardCheck("rank-tests", 420, f"{_DEVICE} {_files('ranks')}", "one rank's losses, kernels and kernel time"),
     CardCheck(
         "commands", 270, "-m erniekit bench --real --only dpo-rows,lora-fp8 --layers 8 --again --output_dir {out}/real",
