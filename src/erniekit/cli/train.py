@@ -10,12 +10,12 @@ import sys
 
 from erniekit.cli.system_limits import NEEDED_BY_RANKS, require_descriptors
 from erniekit.config import load
+from erniekit.config.machines import machines
 from erniekit.launch.plan import (
     LAUNCH_NAME,
     choose_devices,
     inside,
     launch_name,
-    machines,
     needed,
     plan,
 )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from erniekit.config import RunConfig
+from erniekit.config.machines import machines, whole_number
 from erniekit.devices import AUTO, entry_of, named_one
 from erniekit.errors import ConfigError, DeviceError
 from erniekit.printable import counted
@@ -48,10 +49,6 @@ def inside(env: Mapping[str, str] | None = None) -> bool:
     """Whether this process is a rank already: ours, torchrun's, or one numbered by hand."""
     env = os.environ if env is None else env
     return "TORCHELASTIC_RUN_ID" in env or all(name in env for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-
-
-def machines(cfg: RunConfig, env: Mapping[str, str] | None = None) -> int:
-    return cfg.launch.nnodes or _number(os.environ if env is None else env, "NNODES", 1)
 
 
 def launch_name(env: Mapping[str, str] | None = None) -> str:
@@ -148,7 +145,7 @@ def _node_rank(cfg: RunConfig, env: Mapping[str, str], nnodes: int) -> int | Non
     number, where = cfg.launch.node_rank, cfg.origin("node_rank")
     if number is None and nnodes > 1:
         where = next((name for name in ("NODE_RANK", "RANK") if env.get(name)), "")
-        number = _number(env, where, 0) if where else None
+        number = whole_number(env, where, 0) if where else None
     if number is not None and not 0 <= number < nnodes:
         fix = f"0 to {nnodes - 1}, or leave it out to have the numbers dealt out on arrival"
         raise ConfigError(f"machine {number} of {nnodes}: there is no such number", where=where, fix=fix)
@@ -166,10 +163,3 @@ def _master(cfg: RunConfig, env: Mapping[str, str]) -> tuple[str, int]:
     if port and not (port.isdecimal() and 0 < int(port) < 65536):
         raise ConfigError(f"{port!r} is not a port", where=where, fix="a number from 1 to 65535, such as 8080")
     return address, int(port or 0)
-
-
-def _number(env: Mapping[str, str], name: str, default: int) -> int:
-    text = env.get(name) or str(default)
-    if not text.isdecimal():
-        raise ConfigError(f"{name} is {text!r}; expected a whole number", where="environment", fix=f"unset {name}")
-    return int(text)

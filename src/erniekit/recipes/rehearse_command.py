@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from erniekit.config import RunConfig, load
+from erniekit.config.machines import machines
 from erniekit.errors import ConfigError, PlanError
 from erniekit.log import emit
 from erniekit.printable import counted
@@ -71,11 +72,12 @@ def rehearse_command(args: list[str]) -> int:
 
 def wanted_ranks(cfg: RunConfig, asked: int | None) -> tuple[int | None, str]:
     """How many there are to be, and what says so where it is the launcher's keys. None: as many as the degrees need."""
-    nproc, nnodes = cfg.launch.nproc_per_node, cfg.launch.nnodes or 1
+    nproc, nnodes = cfg.launch.nproc_per_node, machines(cfg)
     if asked is not None or nproc is None:
         return asked, ""
-    machines = f" on {nnodes} machines" if nnodes > 1 else ""
-    return nproc * nnodes, f"nproc_per_node is {nproc}{machines} ({cfg.origin('nproc_per_node')})"
+    by = "" if cfg.launch.nnodes else ", as NNODES says"
+    several = f" on {nnodes} machines{by}" if nnodes > 1 else ""
+    return nproc * nnodes, f"nproc_per_node is {nproc}{several} ({cfg.origin('nproc_per_node')})"
 
 
 def layout_on(cfg: RunConfig, asked: int | None) -> Layout:

@@ -168,7 +168,7 @@ def test_a_teachers_weights_are_in_the_memory_of_a_rank_that_is_run_for_real(wor
     assert planned[1] > planned[0]
 
 
-def test_ranks_are_those_the_recipe_starts_and_what_says_so_is_named(words, capsys, tmp_path):
+def test_ranks_are_those_the_recipe_starts_and_what_says_so_is_named(words, capsys, tmp_path, monkeypatch):
     recipe = tmp_path / "started.yaml"
     recipe.write_text("nproc_per_node: 2\nnnodes: 2\n")
     command = ["rehearse", str(recipe), *words[1:]]
@@ -176,6 +176,14 @@ def test_ranks_are_those_the_recipe_starts_and_what_says_so_is_named(words, caps
     first = capsys.readouterr().out.splitlines()[0]
     assert "started.yaml on 4 ranks: dp 2 x tp 2 (" in first
     assert first.endswith(f"; nproc_per_node is 2 on 2 machines ({recipe}:1)")
+    monkeypatch.setenv("NNODES", "3")
+    assert main([*command, "nproc_per_node=2"]) == 0
+    assert "dp 2 x tp 2 (" in capsys.readouterr().out.splitlines()[0], "the key goes before the environment"
+    recipe.write_text("nproc_per_node: 2\n")
+    assert main(command) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert "started.yaml on 6 ranks: dp 3 x tp 2 (" in first
+    assert first.endswith(f"; nproc_per_node is 2 on 3 machines, as NNODES says ({recipe}:1)")
     assert main([*command, "--ranks", "2"]) == 0
     first = capsys.readouterr().out.splitlines()[0]
     assert "started.yaml on 2 ranks: tp 2" in first, "what is asked for goes before it"
