@@ -46,6 +46,18 @@ def test_every_kind_of_data_ranks_trains_small(words, capfd, monkeypatch):
     assert "result   it trains" in out
 
 
+@pytest.mark.full
+def test_a_recipe_of_several_machines_trains_small_on_this_one_whatever_a_job_script_says(capfd, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for name, value in {"NNODES": "4", "NODE_RANK": "3", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "80"}.items():
+        monkeypatch.setenv(name, value)
+    cluster = ["nnodes=2", "node_rank=1", "master=192.0.2.2:8080", "nproc_per_node=1"]
+    assert main(["rehearse", str(ROOT / "examples" / RECIPES["sft"]), *cluster, "--shrunken", "2"]) == 0
+    out = capfd.readouterr().out
+    assert "2 steps on 2 real ranks: data_parallel_degree=2" in out
+    assert "result   it trains" in out
+
+
 def test_a_layout_that_two_ranks_cannot_show_is_refused(capfd):
     recipe = ROOT / "examples/configs/ERNIE-4.5-300B-A47B/sft/run_sft_8k.yaml"
     assert main(["rehearse", str(recipe), "--shrunken", "2"]) == 2

@@ -46,6 +46,8 @@ SMALL_VISION: dict[str, Any] = dict(
 )  # fmt: skip
 # Of stages for whose rows nothing of the demo can stand in.
 ROWS = {"DPO": "preference pairs", "RM": "preference pairs", "KTO": "judged answers", "CLS": "texts and their classes"}
+# Its ranks are processes of this machine, whatever the recipe, or a job script, says of others.
+HERE = ("nnodes=1", "node_rank=0", "master=127.0.0.1")
 SMALL_EXPERTS = dict(moe_num_experts=8, moe_k=3, moe_intermediate_size=32)
 
 
@@ -204,7 +206,7 @@ def train_shrunken(cfg: RunConfig, arguments: list[str], most: int, layout: Layo
         if cfg.distill.teacher_model_name_or_path:  # its own shape does not matter to what is tried here
             keys["teacher_model_name_or_path"] = folder / "model"
         typed = [*arguments, *(f"{name}={value}" for name, value in keys.items())]
-        typed += [f"nproc_per_node={ranks}", f"log_dir={folder / 'log'}"]
+        typed += [f"nproc_per_node={ranks}", f"log_dir={folder / 'log'}", *HERE]
         emit(f"rehearse shrunken: {counted(STEPS, 'step')} on {counted(ranks, 'real rank')}{_how(keys, most)}")
         env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), REMOVED: "1"}
         code = subprocess.run([sys.executable, "-m", "erniekit", "train", *typed], env=env, check=False).returncode
