@@ -14,10 +14,10 @@ from erniekit.errors import DataError
 
 def refuse_missing_data(cfg: RunConfig) -> None:
     """DataError for the first that is missing, as its reader would raise it."""
+    _refuse_divided(cfg)
     missing = [path for key in _read_keys(cfg) for path in cfg[key] or () if not os.path.exists(path)]
     if not missing:
         return
-    _refuse_divided(cfg)
     from pathlib import Path
 
     from erniekit.data.storage import LocalFile, as_place, listed_files
@@ -30,9 +30,10 @@ def refuse_missing_data(cfg: RunConfig) -> None:
 
 def _refuse_divided(cfg: RunConfig) -> None:
     """A single file whose name has a comma, at which keys of several files are divided."""
-    for key in _read_keys(cfg):
-        whole = os.path.expanduser(",".join(cfg[key] or ()))
-        if len(cfg[key] or ()) > 1 and os.path.isfile(whole):
+    for key in _read_keys(cfg, streamed=True):
+        parts = cfg[key] or ()
+        whole = os.path.expanduser(",".join(parts))
+        if not all(map(os.path.exists, parts)) and os.path.isfile(whole):
             raise DataError(
                 "commas separate datasets, and the name of this file has one",
                 where=f"{key}: {whole}",
@@ -40,8 +41,9 @@ def _refuse_divided(cfg: RunConfig) -> None:
             )
 
 
-def _read_keys(cfg: RunConfig) -> Iterator[str]:
-    """The keys of datasets that this command opens; those that are read while a run trains are left to their stream."""
+def _read_keys(cfg: RunConfig, streamed: bool = False) -> Iterator[str]:
+    """The keys of datasets that this command opens; streamed: those, too, that are read while a run trains, which are
+    left to their stream else."""
     d, t = cfg.data, cfg.train
     files_of_tokens = t.stage == "PT" and bool(d.input_dir or d.data_filelist)
     if cfg.command == "eval":
@@ -49,7 +51,7 @@ def _read_keys(cfg: RunConfig) -> Iterator[str]:
             yield "eval_dataset_path"
         return
     rows = bool(d.train_dataset_path) and not files_of_tokens
-    if rows and not d.streaming:
+    if rows and (streamed or not d.streaming):
         yield "train_dataset_path"
     if cfg.command == "quantize":
         if rows or files_of_tokens:

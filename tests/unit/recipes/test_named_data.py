@@ -11,14 +11,15 @@ from erniekit.errors import DataError
 from erniekit.recipes.named_data import refuse_missing_data
 
 
-def test_a_file_whose_name_has_a_comma_is_named_whole_with_how_to_give_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_file_whose_name_has_a_comma_is_named_whole_with_how_to_give_it(tmp_path: Path, streaming: bool) -> None:
     file = tmp_path / "a b,c.jsonl"
     file.write_text('{"src": ["q"], "tgt": ["a"]}\n')
     with pytest.raises(DataError, match="commas separate datasets") as refused:
-        refuse_missing_data(load([f"train_dataset_path={file}"], "train"))
+        refuse_missing_data(load([f"train_dataset_path={file}", f"streaming={streaming}", "max_steps=1"], "train"))
     assert refused.value.where == f"train_dataset_path: {file}"
     pattern = refused.value.fix.removeprefix("write ? for it: ").partition(";")[0]
-    refuse_missing_data(load([f"train_dataset_path={pattern}"], "train"))
+    refuse_missing_data(load([f"train_dataset_path={pattern}", f"streaming={streaming}", "max_steps=1"], "train"))
 
 
 def test_the_first_of_several_files_that_is_missing_is_named(tmp_path: Path) -> None:
