@@ -133,7 +133,7 @@ def _planned(
         "cluster": cluster.describe(),
         "ranks": cluster.size,
         "packs_per_step": job.packs,
-        "notes": list(_notes(cfg)),
+        "notes": list(_notes(cfg, pool)),
         "rates": dict(pool.rates.source),
         "tried": found.tried,
         "ranked": [report.as_json(one) for one in found.ranked[: max(top or 20, take)]],
@@ -162,7 +162,6 @@ def _refuse_other_islands(cfg: RunConfig, cluster: Cluster) -> None:
 def _show_job(cfg: RunConfig, job: Job, source: str, pool: DevicePool) -> None:
     from erniekit.data.report import short
     from erniekit.planner import report
-    from erniekit.planner.timing import SLOWER_ATTENTION
 
     how = f"LoRA rank {job.rank}" if job.rank else "all weights"
     if job.teacher is not None:
@@ -171,18 +170,14 @@ def _show_job(cfg: RunConfig, job: Job, source: str, pool: DevicePool) -> None:
         f"job      {short(costs.parameters(job.model))} weights ({source}), {cfg.train.stage}, {how}, "
         f"{counted(job.packs, 'sequence')} of {job.length:,} tokens per step, {job.rows} in a micro-batch"
     )
-    for text in _notes(cfg):
+    for text in _notes(cfg, pool):
         emit(f"note     {text}")
-    if pool.card.name.lower() in HOPPER and cfg.model.attention == "auto":
-        emit(
-            "note     attention is planned as FlashAttention-4 computes it (extra flash4); without it rows spend "
-            f"{SLOWER_ATTENTION['rows']:.1f} times as long there, packs {SLOWER_ATTENTION['flash']:.1f} times"
-        )
     emit(f"rates    {report.sources(pool.rates)}")
 
 
-def _notes(cfg: RunConfig) -> Iterator[str]:
+def _notes(cfg: RunConfig, pool: DevicePool) -> Iterator[str]:
     """What a run of this recipe does beyond the job that is planned, and what is taken to be so."""
+    from erniekit.planner.timing import SLOWER_ATTENTION
     from erniekit.recipes import other_models
 
     if not cfg.data.packing and cfg.train.stage != "PT":
@@ -201,6 +196,11 @@ def _notes(cfg: RunConfig) -> Iterator[str]:
         yield "not counted: answers that evaluations generate (eval_generate)"
     if other_models.spread_over_data_only(cfg):
         yield "only layouts of data parallelism and sharding are planned: this run accepts no others"
+    if pool.card.name.lower() in HOPPER and cfg.model.attention == "auto":
+        yield (
+            "attention is planned as FlashAttention-4 computes it (extra flash4); without it rows spend "
+            f"{SLOWER_ATTENTION['rows']:.1f} times as long there, packs {SLOWER_ATTENTION['flash']:.1f} times"
+        )
 
 
 def _show(

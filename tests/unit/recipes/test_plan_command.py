@@ -53,6 +53,17 @@ def test_rows_that_are_not_packed_are_said_to_be_planned_at_their_longest(
         assert any("max_seq_len=LENGTH plans rows of that length" in note for note in notes) == (not packing)
 
 
+@pytest.mark.parametrize(
+    ("card", "attention", "noted"), [("H200", "auto", 1), ("A100", "auto", 0), ("H200", "sdpa", 0)]
+)
+def test_the_attention_kernel_that_is_planned_is_noted_for_programs_too(
+    card: str, attention: str, noted: int, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(recipe), "--cluster", f"1x{card}", f"attention={attention}", "--json"]) == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert sum("planned as FlashAttention-4 computes it" in note for note in notes) == noted
+
+
 def test_a_pipelines_step_is_drawn_and_a_foreign_picture_is_left_alone(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
