@@ -180,7 +180,8 @@ def test_attention_that_a_key_sets_is_the_one_that_is_named(train: Callable, tmp
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("expert=plain", "no operation 'expert'"),
+        ("expert=plain", r"no operation 'expert'.*(\n.*)*did you mean experts=plain\?"),
+        ("experts=plain,experts=triton", "two implementations of experts: plain and triton"),
         ("experts=fast", "no implementation 'fast' of experts"),
         ("experts=triton", "experts cannot be forced here: triton: not on cpu"),
         ("attention=flash4", "attention cannot be forced here: flash4: kernels for a card take 16-bit numbers"),

@@ -29,8 +29,9 @@ from erniekit.files.json_file import MAX_BYTES
 from erniekit.files.listed import Listed
 from erniekit.log import warn_once
 from erniekit.model_contract import packed_layers
-from erniekit.models import find, score_head
+from erniekit.models import MODELS, find, score_head
 from erniekit.models.config import DecoderConfig
+from erniekit.models.family_check import check_names, check_plan, declared, stored_tensors
 from erniekit.models.names import Entry
 from erniekit.models.spec import ModelSpec
 from erniekit.parallel.sharding import Box
@@ -66,13 +67,14 @@ class ModelFolder:
 
     def __init__(
         self,
-        path: Path,
+        path: str | Path,
         weights: bool = True,
         changes: Mapping[str, Any] | None = None,
         head: torch.Tensor | None = None,
         verify: Verify = "auto",
         probed: bool = False,
     ) -> None:
+        path = Path(path)
         self.path, self.head, self.verify = path, head, verify
         found = check_published(path, verify, probed) if weights else Comparison(whole=True)
         self.compared, self.edited = found  # every byte, where digests are recorded; settings that are not as saved
@@ -102,6 +104,7 @@ class ModelFolder:
             self.config = self.spec.preprocessed(self.config, preprocessor, str(path / PREPROCESSOR))
         self._open: dict[Path, Any] = {}
         self._slices: TensorFiles | None = None
+        self._fits = False  # what the family declares has been compared with its model
         if self.files:
             check_sizes(self.config, self.files, self.slices().shape, path / "config.json")
 
@@ -187,7 +190,7 @@ class ModelFolder:
                 raise CheckpointError(
                     f"{counted(len(names), f'{what} tensor')} for a {self.spec.name} model: {shown}",
                     where=str(self.path),
-                    fix="the folder is incomplete or holds another model",
+                    fix="the folder is incomplete or holds another model" + _or_names(self.spec),
                 )
 
     def check_shapes(self, model: nn.Module) -> None:
@@ -199,8 +202,7 @@ class ModelFolder:
             if entry.ours == score_head.WEIGHT and (self.new_head or self.head is not None):
                 self._check_head(state[entry.ours].shape)
                 continue
-            # Not empty_like: of a tensor on meta it imports torch's compiler, which takes seconds.
-            expected = entry.write(torch.empty(state[entry.ours].shape, device="meta"))
+            expected = stored_tensors(entry, state[entry.ours].shape, declared(self.spec, "names"))
             for name, tensor in zip(entry.theirs, expected):
                 found = self.slices().shape(name)
                 if tuple(tensor.shape) != found:
@@ -230,7 +232,12 @@ class ModelFolder:
     def meta(self) -> nn.Module:
         """The model's modules and names, without memory for its weights."""
         with torch.device("meta"):
-            return self.spec.build(self.config)
+            model = self.spec.build(self.config)
+        if not self._fits:
+            check_plan(self.spec, self.config, model)
+            check_names(self.spec, self.config, self.layout, model, sizes=not self.files)
+            self._fits = True
+        return model
 
     def build(
         self,
@@ -265,6 +272,12 @@ class ModelFolder:
         if self.quantised:
             install_scales(model, self)
         return model
+
+
+def _or_names(spec: ModelSpec) -> str:
+    """Of a family that another package brings, the names may be wrong, rather than the folder."""
+    brought = MODELS.distribution(spec.name)
+    return f"; or `names` of {spec.name} ({brought}) does not fit such folders" if brought else ""
 
 
 def tensor_files(path: Path) -> dict[str, Path]:

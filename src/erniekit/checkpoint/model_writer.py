@@ -54,17 +54,18 @@ def write_model(
 
 
 def files_of(config: DecoderConfig, layout: str) -> ModelFiles:
-    layout = _layout_of(config, layout)
+    layout = written_layout(config, layout)
     entries = MODELS.get(config.family).entries(config, layout)
     return ModelFiles(entries, tag="np" if layout == "paddle" else "pt", limit=assembly.LIMIT)
 
 
 def write_settings(folder: Path, config: DecoderConfig, layout: str, dtype: torch.dtype) -> None:
-    settings = MODELS.get(config.family).config_json(config, _layout_of(config, layout), DTYPE_NAMES[dtype])
+    settings = MODELS.get(config.family).config_json(config, written_layout(config, layout), DTYPE_NAMES[dtype])
     write_json(folder / "config.json", settings)
 
 
-def _layout_of(config: DecoderConfig, layout: str) -> str:
+def written_layout(config: DecoderConfig, layout: str) -> str:
+    """The layout a model of this kind has under the key's value."""
     if config.moe is None and layout == "hf_fused":
         return "hf"  # no experts, nothing to fuse
     if config.vision is None and layout == "hf_transformers":

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from erniekit.checkpoint import probe as probes
 from erniekit.checkpoint.model_folder import PREPROCESSOR, SIDE_FILES, ModelFolder, read_json
-from erniekit.checkpoint.model_writer import copy_side_files, processor_files, write_model
+from erniekit.checkpoint.model_writer import copy_side_files, processor_files, write_model, written_layout
 from erniekit.checkpoint.probe import Probe
 from erniekit.checkpoint.release_code import missing_code
 from erniekit.checkpoint.writer import publish
@@ -45,6 +45,7 @@ from erniekit.lora.base import check_answers, same_base, stored_probe, trained_o
 from erniekit.lora.frozen_base import on_grid
 from erniekit.lora.merge import WeightUpdate, merged_in_fp32, row_updates
 from erniekit.lora.score_head import head_on
+from erniekit.models.family_check import check_names
 from erniekit.models.names import Entry
 from erniekit.models.score_head import labels_in
 from erniekit.printable import counted
@@ -140,6 +141,8 @@ def export(
     source.check_names()
     model = source.meta()
     source.check_shapes(model)
+    if not gguf:
+        check_names(source.spec, source.config, written_layout(source.config, layout), model)
     loaded = [read_adapter(folder, model) for folder in folders]
     if not override_base:
         _check_bases(source, folders, loaded)

@@ -42,7 +42,7 @@ def find(config: dict[str, Any], where: str = "config.json") -> ModelSpec:
     kind = config.get("model_type", "")
     if not isinstance(kind, str):
         raise CheckpointError(
-            f"model_type is {shown(kind)}, not a name", where=where, fix="supported: " + ", ".join(MODELS)
+            f"model_type is {shown(kind)}, not a name", where=where, fix="supported: " + ", ".join(MODELS.names())
         )
     if kind == "ernie4_5_moe" and not config.get("moe_num_experts"):
         kind = "ernie4_5"
@@ -51,7 +51,7 @@ def find(config: dict[str, Any], where: str = "config.json") -> ModelSpec:
         raise CheckpointError(
             f"model_type {shown(kind)} is not one that erniekit supports",
             where=where,
-            fix="supported: " + ", ".join(MODELS.names()),
+            fix="supported: " + ", ".join(MODELS.names()) + "; an installed package may add one",
         )
     result: ModelSpec = MODELS.get(kind)
     return result

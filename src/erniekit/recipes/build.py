@@ -10,12 +10,14 @@ from torch import nn
 
 from erniekit.checkpoint.identity import model_identity
 from erniekit.checkpoint.model_folder import ModelFolder
+from erniekit.checkpoint.model_writer import written_layout
 from erniekit.config import RunConfig
 from erniekit.data.collate import one_document
 from erniekit.log import emit
 from erniekit.lora.adapter import Adapter
 from erniekit.lora.frozen_base import store_frozen
 from erniekit.lora.inject import inject
+from erniekit.models.family_check import check_names
 from erniekit.parallel.apply import SpreadOptions, parallelise
 from erniekit.parallel.expert import dispatch_of
 from erniekit.parallel.layout import Layout
@@ -42,6 +44,8 @@ def build(plan: RunPlan, stage: TrainingStage, base_digest: str = "", fill: weig
     for line in plan.model_notes:
         emit(f"note     {line}")
     whole, model = (folder.spec.cast(folder.meta(), plan.stored_dtype) for _ in range(2))
+    if not plan.lora:  # before it is trained: the weights that are written are all of them
+        check_names(folder.spec, folder.config, written_layout(folder.config, cfg.checkpoint.save_format), whole)
     for each in (whole, model):
         trained_weights.choose(cfg, each)
     start = None

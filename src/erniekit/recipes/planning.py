@@ -18,6 +18,7 @@ from erniekit.lora.settings import LoRASettings
 from erniekit.models import find
 from erniekit.models.config import DecoderConfig
 from erniekit.models.costs import adapters_met_of
+from erniekit.models.family_check import check_names, check_plan
 from erniekit.models.released import RELEASED
 from erniekit.optim.muon_names import by_muon
 from erniekit.parallel.layout import Layout, fit
@@ -75,6 +76,8 @@ def built(cfg: RunConfig, config: DecoderConfig, spec: Any, lora: LoRASettings |
     """The whole model on the meta device as the run stores it on one rank."""
     with torch.device("meta"):  # adapters follow their weights, and each call of torch takes longer inside
         model = spec.build(config)
+    check_plan(spec, config, model)
+    check_names(spec, config, "hf", model)
     model = spec.cast(model, torch.float32 if four_bytes(cfg) else torch.bfloat16)
     trained_weights.choose(cfg, model)
     if lora is not None:

@@ -35,6 +35,7 @@ from erniekit.recipes.memory_decisions import (
     vision_bytes,
 )
 from erniekit.recipes.other_models import other_model_bytes
+from erniekit.registry import nearest
 
 USUAL_MFU = 0.4
 LAUNCHES = 2.3e-3  # seconds that the host needs for a compiled dense layer of a step, forward and backward
@@ -69,17 +70,24 @@ def for_lengths(
 
 def force_kernels(cfg: RunConfig) -> None:
     """The key `kernels`, before a model is built."""
-    wanted = {}
+    wanted: dict[str, str] = {}
+    where = f"kernels: {', '.join(cfg.model.kernels)}"
     for entry in cfg.model.kernels:
-        operation, _, name = entry.partition("=")
-        wanted[operation.strip()] = name.strip()
+        operation, name = (word.strip() for word in entry.partition("=")[::2])
+        if wanted.setdefault(operation, name) != name:
+            both = f"{wanted[operation]} and {name}"
+            raise ConfigError(f"two implementations of {operation}: {both}", where=where, fix="leave one of them out")
     try:
         selection.force(wanted)
     except ValueError as problem:
+        unknown = [operation for operation in wanted if operation not in selection.OPERATIONS]
+        near = nearest(unknown[0], list(selection.OPERATIONS)) if unknown else []
         raise ConfigError(
             str(problem),
-            where=f"kernels: {', '.join(cfg.model.kernels)}",
-            fix="write operation=implementation, e.g. kernels: [experts=plain]; doctor prints what is there",
+            where=where,
+            fix=f"did you mean {near[0]}={wanted[unknown[0]]}?"
+            if near
+            else "write operation=implementation, e.g. kernels: [experts=plain]; doctor prints what is there",
         ) from None
 
 

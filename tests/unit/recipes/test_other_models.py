@@ -38,8 +38,9 @@ def recipe(tmp_path: Path) -> Path:
     ],
 )
 def test_what_is_notes_is_said(words: list[str], said: str) -> None:
-    assert any(said in text for text in _notes(load(words, "train")))
-    assert not list(_notes(load([], "train")))
+    pool = DevicePool(CARDS["a100"], rates_of(CARDS["a100"]), 1)
+    assert any(said in text for text in _notes(load(words, "train"), pool))
+    assert not list(_notes(load([], "train"), pool))
 
 
 def counted(recipe: Path, *words: str) -> tuple[Any, Any]:
