@@ -34,13 +34,13 @@ from erniekit.kernels.stored import Stored, WeightKind
 
 
 class Sign(WeightKind):
-    """The sign of each number, and for each row the largest one's half."""
+    """The sign of each number, and for each row the largest one."""
 
     name = "sign"
 
     def pack(self, weight, agree=None):
         most = weight.abs().amax(-1, keepdim=True).float()
-        return Stored(weight.sign().to(torch.int8), (agree(most) if agree else most) / 2, kind=self.name)
+        return Stored(weight.sign().to(torch.int8), agree(most) if agree else most, kind=self.name)
 
     def unpack(self, weight, dtype):
         return (weight.data.float() * weight.scale).to(dtype)

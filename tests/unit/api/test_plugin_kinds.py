@@ -23,6 +23,7 @@ class Ternary(WeightKind):
 
     def pack(self, weight, agree=None):
         scale = weight.abs().float().amax(-1, keepdim=True)
+        scale = agree(scale) if agree else scale
         four = (weight / scale).round().add(1).to(torch.uint8).unflatten(-1, (-1, 4))
         return Stored(four[..., 0] | four[..., 1] << 2 | four[..., 2] << 4 | four[..., 3] << 6, scale, kind=self.name)
 """
@@ -71,6 +72,29 @@ def test_a_packages_kind_of_weights_is_held_and_its_bits_are_counted(site: Path)
         (TERNARY + UNPACK + SHAPE, "three", "names itself 'ternary'"),
         (TERNARY + UNPACK, "ternary", r"packs a weight of \(8, 64\) as one of \(8, 16\)"),
         ("Ternary = 3", "ternary", "is not a subclass of WeightKind"),
+        (TERNARY + UNPACK.replace("- 1)", "- 1) / 2") + SHAPE, "ternary", "packs what it unpacked as other numbers"),
+        (
+            TERNARY.replace("amax(-1, keepdim=True)", "amax().expand(len(weight), 1)") + UNPACK + SHAPE,
+            "ternary",
+            "packs rows otherwise without the rows before them",
+        ),
+        (
+            TERNARY.replace("if agree", "if False") + UNPACK + SHAPE,
+            "ternary",
+            "packs half the columns of a row otherwise",
+        ),
+        (
+            TERNARY.replace("scale, kind", "scale.t(), kind")
+            + UNPACK.replace("weight.scale", "weight.scale.t()")
+            + SHAPE,
+            "ternary",
+            r"its first dimension must be rows",
+        ),
+        (
+            TERNARY + UNPACK.replace("to(dtype)\n", "float()\n") + SHAPE,
+            "ternary",
+            r"unpacks \[\d+, \d+\] in bfloat16 as",
+        ),
     ],
 )
 def test_a_packages_kind_of_weights_that_cannot_work_is_refused_with_the_reason(

@@ -12,6 +12,7 @@ import torch
 
 from erniekit.kernels.stored.base import Agree, Stored, WeightKind
 from erniekit.kernels.stored.plain import Plain
+from erniekit.kernels.stored.promises import broken_promise
 from erniekit.weight_kinds import PLAIN, WEIGHT_KINDS, kinds_of, with_products
 
 _WIDTH = 4096  # columns that a weight's bits are measured with, and up to twice as many: a multiple of any group
@@ -25,7 +26,10 @@ def kind_of(weight: Stored) -> WeightKind:
 
 def kind_named(name: str) -> WeightKind:
     if name not in _LOADED:
-        _LOADED[name] = WEIGHT_KINDS.get(name)()
+        kind = WEIGHT_KINDS.get(name)()
+        if WEIGHT_KINDS.distribution(name) and (problem := broken_promise(kind)):
+            raise WEIGHT_KINDS.installed()[name].error(WEIGHT_KINDS.kind, problem)
+        _LOADED[name] = kind
     return _LOADED[name]
 
 
