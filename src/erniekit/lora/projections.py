@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from torch import nn
 
 from erniekit.errors import ConfigError
+from erniekit.log import warn_once
 from erniekit.lora.layers import LoRAExperts, LoRALayer, LoRARouter, experts_of, kind_of, layer_parts, weight_like
 from erniekit.model_contract import spread
 from erniekit.models import MODELS
+from erniekit.models.family_check import declared
+from erniekit.printable import counted
 from erniekit.registry import nearest
 
 if TYPE_CHECKING:
@@ -97,7 +100,17 @@ def projections(model: nn.Module) -> list[Projection]:
                 expert = i // len(parts) if kind is LoRAExperts else None
                 found.append(Projection(public, paddle, *place, expert, kind is LoRARouter))
             start += rows
-        assert len(publics) == len(parts) * experts_of(base), f"{entry.ours} is stored in other pieces than it has"
+        if len(publics) != len(parts) * experts_of(base):
+            raise ConfigError(
+                f"{entry.ours} is stored as {counted(len(publics), 'tensor')} and its module holds "
+                f"{counted(len(parts) * experts_of(base), 'projection')}, so that LoRA cannot tell them apart",
+                where=declared(spec, "names"),
+                fix="a FusedLinear names the projections of its rows, one for each tensor (docs/adding-a-model.md)",
+            )
+    unmet = targets - {p.short_name for p in found}
+    if unmet and MODELS.distribution(spec.name):  # a built-in table covers more than one kind of model
+        names = ", ".join(sorted(unmet))
+        warn_once(f"lora_targets of family {spec.name}: the model has no {names} that LoRA could adapt")
     return found
 
 

@@ -7,10 +7,15 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import erniekit
+from erniekit.checkpoint.model_folder import ModelFolder
 from erniekit.cli.main import main
 from erniekit.demo.tiny import make_tiny_model
+from erniekit.errors import ConfigError
+from erniekit.lora.projections import projections
+from erniekit.models.layers.linear import Linear
 from support.installed import install
 
 from .conftest import KEYS, ROWS
@@ -92,3 +97,24 @@ def test_a_family_whose_names_are_wrong_trains_nothing_and_writes_nothing(
     said = said_of("moved")
     assert "1 missing tensor for a moved model: model.end.weight" in said
     assert "or `names` of moved (moved-kit 1.0) does not fit such folders" in said
+
+
+def test_targets_of_lora_that_a_family_has_not_are_named_and_a_weight_in_unnamed_parts_is_refused(
+    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = printed("python").replace("build=GeluLlama,", "build=GeluLlama, lora_targets=('q_proj', 'gate'),")
+    install(site, "gelu-kit", {"models": "gelu_llama = gelu_model:SPEC"}, gelu_model=odd)
+    model = make_tiny_model(tmp_path / "gelu", family="llama")
+    told = json.loads((model / "config.json").read_text())
+    changed = {**told, "model_type": "gelu_llama", "hidden_act": "gelu_pytorch_tanh"}
+    (model / "config.json").write_text(json.dumps(changed))
+    folder = ModelFolder(str(model))
+    assert {p.short_name for p in projections(folder.meta())} == {"q_proj"}
+    assert "lora_targets of family gelu_llama: the model has no gate that LoRA could adapt" in capsys.readouterr().err
+    meta = folder.meta()
+    hidden = folder.config.hidden_size
+    with torch.device("meta"):
+        meta.layers[1].attn.qkv = Linear(hidden, meta.layers[1].attn.qkv.out_features, bias=False)
+    said = r"layers.1.attn.qkv.weight is stored as 3 tensors and its module holds 1 projection"
+    with pytest.raises(ConfigError, match=said):
+        projections(meta)

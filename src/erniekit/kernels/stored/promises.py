@@ -53,7 +53,8 @@ def _problem(kind: WeightKind, weight: torch.Tensor, side: int) -> str:
 
 def _columns_apart(kind: WeightKind, weight: torch.Tensor, held: torch.Tensor, side: int) -> str:
     """Two ranks with half the columns each: what they give `agree`, and what they make of the larger of each."""
-    halves, given = weight.split(side, dim=1), []
+    halves = weight.split(side, dim=1)
+    given: list[torch.Tensor] = []
 
     def note(values: torch.Tensor) -> torch.Tensor:
         given.append(values)
@@ -62,10 +63,14 @@ def _columns_apart(kind: WeightKind, weight: torch.Tensor, held: torch.Tensor, s
     for half in halves:
         kind.pack(half.clone(), note)
     calls = len(given) // 2
-    most = [torch.maximum(one, two) for one, two in zip(given[:calls], given[calls:])]
+    largest: list[torch.Tensor] = []
+
+    def agree(values: torch.Tensor) -> torch.Tensor:
+        return largest.pop(0) if largest else values
+
     for half, part in zip(halves, held.split(side, dim=1)):
-        agreed = iter(most)
-        if not _equal(kind, kind.pack(half.clone(), lambda values, agreed=agreed: next(agreed, values)), part):
+        largest += [torch.maximum(one, two) for one, two in zip(given[:calls], given[calls:])]
+        if not _equal(kind, kind.pack(half.clone(), agree), part):
             return "packs half the columns of a row otherwise than the whole row, whatever `agree` answers"
     return ""
 
