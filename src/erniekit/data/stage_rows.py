@@ -17,11 +17,10 @@ from erniekit.data.assemble import Assembled
 from erniekit.data.classification import ClassifyJob, classes_in
 from erniekit.data.formats import Detected, Raw, check_columns, detect
 from erniekit.data.formats.columns import Columns
-from erniekit.data.formats.fields import BadRow
 from erniekit.data.formats.files import decode
 from erniekit.data.preference import PairRules
 from erniekit.data.template import Turn
-from erniekit.data.text_job import TextJob
+from erniekit.data.text_job import UNUSABLE, TextJob, problem_of
 from erniekit.data.text_rows import Place, documents
 from erniekit.data.token_cache import not_pairs
 from erniekit.data.tokenise import TokeniseJob, whole_rows
@@ -142,12 +141,8 @@ class DocumentJob(TokeniseJob):
             if isinstance(raw, RowProblem):
                 return raw
             return [Document("\n".join(TextJob(self.tokenizer).texts(raw)))]
-        except BadRow as bad:
-            return RowProblem(self.path, line, bad.kind, bad.reason)
-        except UnicodeDecodeError as error:
-            return RowProblem(self.path, line, "bad_utf8", f"byte {error.start + 1} is not UTF-8")
-        except (ValueError, RecursionError) as error:
-            return RowProblem(self.path, line, "bad_json", f"not usable as JSON: {error}")
+        except UNUSABLE as error:
+            return RowProblem(self.path, line, *problem_of(error))
 
     def assemble(self, said: Document, known: list[Turn] | None = None) -> Assembled:
         ids = np.array(self.tokenizer.encode_text(said.text), np.int32)

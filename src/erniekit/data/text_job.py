@@ -10,10 +10,22 @@ import numpy as np
 from erniekit.data.chunks import RefusedLine
 from erniekit.data.formats.fields import BadRow, require, row_named, text, texts
 from erniekit.data.formats.files import decode
+from erniekit.data.formats.tables import NOT_UTF8
 from erniekit.data.text_rows import PlainText
 from erniekit.data.tokenise import Rows
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import RowProblem
+
+UNUSABLE = (ValueError, RecursionError)  # what `TextJob.texts` raises of a row
+
+
+def problem_of(error: Exception) -> tuple[str, str]:
+    """Kind and reason of a row that `texts` cannot read."""
+    if isinstance(error, BadRow):
+        return error.kind, error.reason
+    if isinstance(error, UnicodeDecodeError):
+        return NOT_UTF8, f"byte {error.start + 1} is not UTF-8"
+    return "bad_json", f"not usable as JSON: {error}"
 
 
 @dataclass(frozen=True)
@@ -37,12 +49,8 @@ class TextJob:
                 continue
             try:
                 encoded = [self.tokenizer.encode_text(said) for said in self.texts(raw)]
-            except BadRow as error:
-                bad.append((line, error.kind, error.reason))
-            except UnicodeDecodeError as error:
-                bad.append((line, "bad_utf8", f"byte {error.start + 1} is not UTF-8"))
-            except (ValueError, RecursionError) as error:
-                bad.append((line, "bad_json", f"not usable as JSON: {error}"))
+            except UNUSABLE as error:
+                bad.append((line, *problem_of(error)))
             else:
                 if self.append_eos:
                     encoded[-1].append(self.tokenizer.eos_id)
