@@ -20,6 +20,7 @@ from erniekit.parallel.islands import ACROSS, Islands, check_islands
 from erniekit.parallel.layout import Layout, fit
 from erniekit.parallel.mesh import World
 from erniekit.printable import counted
+from erniekit.registry import owner_of
 
 if TYPE_CHECKING:
     from erniekit.devices.base import Device
@@ -180,6 +181,7 @@ def _join(rank: int, size: int, device: Device, layout: Layout, mixes: bool, on_
     if dist.is_initialized():
         return None
     check_rank_variables(size)
+    check_backend(device)
     try:
         store, rank, size = next(iter(dist.rendezvous("env://", rank, size, timeout=MEET)))
         store.set(f"device/{rank}", json.dumps([device.interconnect, device.backend]))
@@ -198,6 +200,29 @@ def _join(rank: int, size: int, device: Device, layout: Layout, mixes: bool, on_
     backend = device.backend if islands is None else ACROSS
     dist.init_process_group(backend, store=prefix, rank=rank, world_size=size, timeout=TALK)
     return islands
+
+
+def check_backend(device: Device) -> None:
+    """Whether torch knows the collective backend that a device names, before ranks wait for each other."""
+    import torch
+    import torch.distributed as dist
+
+    try:  # whole words, or one for each type: cpu:gloo,cuda:nccl
+        named = [part.rpartition(":")[2] for part in device.backend.split(",")]
+        unknown = [name for name in named if not dist.is_backend_available(name)]
+        if not unknown:
+            dist.distributed_c10d.BackendConfig(dist.Backend(device.backend))
+    except (ValueError, AttributeError):  # two for one type, a word too many, no text
+        unknown = [repr(device.backend)]
+    if unknown:
+        kind = type(device)
+        owner = owner_of(kind.__module__)
+        raise DeviceError(
+            f"{device.name} names the collective backend {unknown[0]}, which torch {torch.__version__} does not have",
+            where=f"{kind.__module__}.{kind.__name__}.backend" + (f", {owner}" if owner else ""),
+            fix="nproc_per_node=1; for several ranks, install or import what brings the backend to torch "
+            "(docs/adding-a-device.md)",
+        )
 
 
 def check_rank_variables(ranks: int) -> None:
