@@ -145,9 +145,9 @@ class DeviceEntry:
         except (Exception, SystemExit) as error:
             if self.ours:
                 raise
-            useless = "cannot be used: " if function in FUNCTIONS else ""
+            useless = "cannot be used" if function in FUNCTIONS else "cannot be looked at"
             fix = f"correct what it names, or that file: {PAGE} says what it has"
-            raise self._error(f"{useless}its {function}() raised {_told(error)}", error, fix) from error
+            raise self._error(f"{useless}: its {function}() raised {_told(error)}", error, fix) from error
 
     def _error(self, problem: str, error: BaseException | None = None, fix: str = "") -> DeviceError:
         """problem: what follows behind its name. error: what its code raised, for the line."""
