@@ -200,7 +200,7 @@ def test_a_variable_that_can_be_read_is_not_refused() -> None:
 
 def typed(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "erniekit", *words]
-    return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1", **env}, capture_output=True, text=True, timeout=300)
 
 
 def test_a_command_on_any_device_refuses_a_variable_that_cannot_be_read_and_help_is_there(tmp_path: Path) -> None:
