@@ -181,7 +181,6 @@ def _join(rank: int, size: int, device: Device, layout: Layout, mixes: bool, on_
     if dist.is_initialized():
         return None
     check_rank_variables(size)
-    check_backend(device)
     try:
         store, rank, size = next(iter(dist.rendezvous("env://", rank, size, timeout=MEET)))
         store.set(f"device/{rank}", json.dumps([device.interconnect, device.backend]))
@@ -193,8 +192,7 @@ def _join(rank: int, size: int, device: Device, layout: Layout, mixes: bool, on_
         ) from error
     interconnects, backends = zip(*described)
     islands = Islands(interconnects, backends) if len(set(interconnects)) > 1 else None
-    if islands is not None:
-        _check(islands, layout, mixes, store, rank)
+    _check(islands, layout, mixes, device, store, rank, size)
     device.bind(index_on_node(rank, int(os.environ.get("LOCAL_RANK", "0")), interconnects) // on_one)
     prefix = dist.PrefixStore("erniekit", store)
     backend = device.backend if islands is None else ACROSS
@@ -202,8 +200,8 @@ def _join(rank: int, size: int, device: Device, layout: Layout, mixes: bool, on_
     return islands
 
 
-def check_backend(device: Device) -> None:
-    """Whether torch knows the collective backend that a device names, before ranks wait for each other."""
+def _check_backend(device: Device) -> None:
+    """Whether torch knows the collective backend that a device names: each rank's own, as their torch may differ."""
     import torch
     import torch.distributed as dist
 
@@ -242,26 +240,34 @@ def index_on_node(rank: int, local: int, interconnects: Sequence[str]) -> int:
     return sum(interconnects[r] == interconnects[rank] for r in range(rank - local, rank))
 
 
-def _check(islands: Islands, layout: Layout, mixes: bool, store: Any, rank: int) -> None:
+def _check(
+    islands: Islands | None, layout: Layout, mixes: bool, device: Device, store: Any, rank: int, size: int
+) -> None:
     """The same error on every rank, before a collective between unlike devices hangs or crashes."""
     import torch.distributed as dist
 
     try:
-        if not mixes:
-            raise DeviceError(
-                f"the ranks of this run compute on different devices ({islands.describe()})",
-                where="device",
-                fix="give every rank the same kind of device; where they are meant to differ, name them: "
-                "islands: [gpu:8, iluvatar_gpu:8], with a pipeline across (docs/hardware/mixed.md)",
-            )
-        check_islands(islands, layout)
+        if islands is not None:
+            _check_unlike(islands, layout, mixes)
+        _check_backend(device)
     except ErnieKitError:
         # Rank 0 may be the store itself: it leaves after the others have read, or they would only see it vanish.
         with suppress(dist.DistError):  # one that has left by now needs no reply
             store.set(f"device/{rank}/read", "")
             if rank == 0:
-                store.wait([f"device/{r}/read" for r in range(len(islands.interconnects))], PART)
+                store.wait([f"device/{r}/read" for r in range(size)], PART)
         raise
+
+
+def _check_unlike(islands: Islands, layout: Layout, mixes: bool) -> None:
+    if not mixes:
+        raise DeviceError(
+            f"the ranks of this run compute on different devices ({islands.describe()})",
+            where="device",
+            fix="give every rank the same kind of device; where they are meant to differ, name them: "
+            "islands: [gpu:8, iluvatar_gpu:8], with a pipeline across (docs/hardware/mixed.md)",
+        )
+    check_islands(islands, layout)
 
 
 def leave() -> None:

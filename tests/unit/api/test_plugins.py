@@ -195,11 +195,11 @@ def test_a_device_package_whose_card_cannot_be_asked_stops_nobody_who_does_not_n
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2, "a line for each"
     assert any("package sad-kit 1.0 cannot be used: its present() raised OSError: driver exploded" in s for s in said)
-    with pytest.raises(DeviceError, match="its present\\(\\) raised OSError: driver exploded") as refused:
+    with pytest.raises(DeviceError, match=r"its present\(\) raised OSError: driver exploded") as refused:
         pick("sadchip")
     assert refused.value.where == f"entry point erniekit.devices, {site / 'sadchip.py'}:7"
     assert refused.value.fix.startswith("update or uninstall sad-kit")
-    with pytest.raises(DeviceError, match="package sad-kit 1.0 cannot be used: its file has no function make"):
+    with pytest.raises(DeviceError, match=r"package sad-kit 1\.0 cannot be used: its file has no function make"):
         pick("halfchip")
     assert {p.name: p.problem.partition(" cannot be used: ")[2] for p in erniekit.plugins()} == {
         "sadchip": "", "halfchip": "its file has no function make()",

@@ -95,7 +95,7 @@ def test_a_file_that_ends_the_process_where_it_is_asked_is_refused_too(write: Wr
     assert "does not load: SystemExit: 3" in refusal("chip_left").what
     write("chip_torn", "import nowhere_at_all")
     assert "no device can be read from 'chip_torn': No module named 'nowhere_at_all'" in refusal("chip_torn").what
-    write("chip_typo", "prseent = preesnt")
+    write("chip_typo", "PRESENT = no_such_name")
     assert "does not load: NameError" in refusal("chip_typo").what
 
 
@@ -200,7 +200,9 @@ def test_a_variable_that_can_be_read_is_not_refused() -> None:
 
 def typed(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "erniekit", *words]
-    return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1", **env}, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1", **env}, capture_output=True, text=True, timeout=300
+    )
 
 
 def test_a_command_on_any_device_refuses_a_variable_that_cannot_be_read_and_help_is_there(tmp_path: Path) -> None:
