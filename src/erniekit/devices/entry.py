@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,8 +96,8 @@ class DeviceEntry:
     def count(self) -> int:
         """How many torch sees."""
         found = self._ask("count")
-        if not isinstance(found, int):
-            raise self._error(f"cannot be used: its count() gave {type(found).__name__}, no number")
+        if not isinstance(found, Integral):
+            raise self._error(f"cannot be used: its count() gave {type(found).__name__}, no whole number")
         return int(found)
 
     def make(self) -> Device:

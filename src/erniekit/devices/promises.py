@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from numbers import Integral
 
 import torch
 
@@ -18,7 +19,12 @@ NEEDS = {
     "counts_memory": ("allocated", "reserved", "peak_allocated", "peak_reserved", "reset_peak"),
     "records_graphs": ("graphed", "graph_memory", "recorded", "free_memory"),
 }
-_FIELDS: dict[str, type | tuple[type, ...]] = {"name": str, "type": str, "total_memory": int, "peak_flops": Mapping}
+_FIELDS: dict[str, tuple[type, str]] = {
+    "name": (str, "a text"),
+    "type": (str, "torch's word, a text"),
+    "total_memory": (Integral, "a whole number of bytes, 0 where it is not known"),
+    "peak_flops": (Mapping, "dtype -> FLOP/s, {} where it is not known"),
+}
 
 
 def broken_promise(made: object) -> tuple[str, str]:
@@ -27,12 +33,10 @@ def broken_promise(made: object) -> tuple[str, str]:
         gave = f"the class {made.__name__}" if isinstance(made, type) else f"{type(made).__name__}"
         return f"its make() gave {gave}, no erniekit.devices.base.Device", f"{PAGE} says what make() gives"
     kind = type(made).__name__
-    for field, wanted in _FIELDS.items():
-        if not isinstance(getattr(made, field, None), wanted):
-            return (
-                f"the field {field} of {kind} is {getattr(made, field, None)!r}",
-                f"{PAGE} has the fields of a device",
-            )
+    for field, (wanted, words) in _FIELDS.items():
+        value = getattr(made, field, None)
+        if not isinstance(value, wanted):
+            return f"the field {field} of {kind} is {value!r}", f"{field} is {words} ({PAGE})"
     try:
         torch.device(made.handle)
     except Exception:

@@ -110,7 +110,7 @@ def test_an_error_in_three_lines_of_its_own_is_shown_as_it_is(write: Write) -> N
 
 def test_a_count_that_is_no_number_is_refused(write: Write) -> None:
     write("chip_uncounted", "def count():\n    return None")
-    assert refusal("chip_uncounted").what.endswith("its count() gave NoneType, no number")
+    assert refusal("chip_uncounted").what.endswith("its count() gave NoneType, no whole number")
 
 
 def test_a_type_that_is_only_a_word_to_torch_is_refused_before_a_run_is_prepared(write: Write) -> None:
