@@ -9,9 +9,10 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
+from traceback import walk_tb
 from typing import Any
 
 from erniekit.errors import ConfigError
@@ -21,6 +22,53 @@ from erniekit.log import warn
 def nearest(name: str, known: Iterator[str] | list[str], count: int = 1) -> list[str]:
     """The known names closest to a mistyped one, best first; empty when none is near."""
     return difflib.get_close_matches(name, list(known), n=count, cutoff=0.6)
+
+
+_foreign: dict[str, str] = {}  # outermost name of modules that are not ours and were loaded by name -> whose they are
+
+
+@dataclass(frozen=True)
+class ForeignCode:
+    """A line of another package's code that an error passed through."""
+
+    place: str  # file:line
+    owner: str  # "of the installed package moon-kit 1.0"
+    inmost: bool  # no code of ours ran below it: what went wrong is in there
+
+    @property
+    def line(self) -> str:
+        fault = "a fault of that code" if self.inmost else "a fault of that code, or of erniekit's that it called"
+        return f"{self.place}, {self.owner}: {fault}"
+
+
+def note_foreign(module: str, owner: str) -> None:
+    """That a module is of another package, for `foreign_code`; called before it is imported."""
+    top = module.partition(".")[0]
+    if top != "erniekit":
+        _foreign.setdefault(top, owner)
+
+
+def owner_of(module: str) -> str:
+    """Whose code a module is, of one that a plug-in brought; empty of all others."""
+    return _foreign.get(module.partition(".")[0], "")
+
+
+def foreign_code(error: BaseException) -> ForeignCode | None:
+    """The inmost line of a plug-in's code in an error's traceback; None where none is in it. Libraries below are not
+    looked at: what they were given decides."""
+    found = None
+    seen: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in seen:  # from what was told to what it came of
+        seen.append(cause)
+        for frame, line in walk_tb(cause.__traceback__):
+            module = str(frame.f_globals.get("__name__", ""))
+            if owner := owner_of(module):
+                found = ForeignCode(f"{frame.f_code.co_filename}:{line}", owner, True)
+            elif found is not None and module.partition(".")[0] == "erniekit":
+                found = replace(found, inmost=False)
+        cause = cause.__cause__
+    return found
 
 
 @dataclass(frozen=True)
@@ -35,6 +83,7 @@ class Plugin:
     def load(self, kind: str) -> Any:
         """What it names. A package that does not import is an error of one line that names it."""
         module, _, attr = self.value.partition(":")
+        note_foreign(module, f"of the installed package {self.distribution}")
         try:
             found = import_module(module)
             for part in filter(None, attr.split(".")):

@@ -19,7 +19,12 @@ from erniekit.parallel.world import leave, open_world
 section = SimpleNamespace(pipeline_parallel_degree=1, data_parallel_degree=1, sharding_parallel_degree=1,
     context_parallel_degree=1, sep_parallel_degree=1, tensor_parallel_degree=1, sequence_parallel=False, sharding=(),
     virtual_pp_degree=1, pp_seg_method=(), islands=())
-devices = {"cpu": CpuDevice("CPU", "cpu", 0), "gpu": CudaDevice("card", "cuda", 0)}
+class Unknown(CpuDevice):
+    backend = "cpu:chipccl"
+class Twice(CpuDevice):
+    backend = "cpu:gloo,cpu:gloo"
+devices = {"cpu": CpuDevice("CPU", "cpu", 0), "gpu": CudaDevice("card", "cuda", 0),
+    "unknown": Unknown("Chip", "cpu", 0), "twice": Twice("Chip", "cpu", 0)}
 import torch.distributed as dist
 real, (device, habit) = dist.TCPStore.get, sys.argv[1:]
 def get(store, key):
@@ -68,6 +73,14 @@ def test_ranks_on_unlike_devices_all_say_so_however_late_one_reads() -> None:
         assert "different devices" in said
         assert "cpu: rank 0, nvidia: rank 1, cpu: rank 2" in said
         assert "islands: [gpu:8, iluvatar_gpu:8]" in said
+        assert code == 2
+
+
+@pytest.mark.parametrize(("kind", "said"), [("unknown", "chipccl"), ("twice", "'cpu:gloo,cpu:gloo'")])
+def test_a_collective_backend_that_torch_does_not_have_is_refused_on_every_rank(kind: str, said: str) -> None:
+    for code, words in start([kind, kind], {1: "reads late"}):
+        assert f"error: Chip names the collective backend {said}, which torch " in words
+        assert f"where: __main__.{kind.capitalize()}.backend" in words
         assert code == 2
 
 

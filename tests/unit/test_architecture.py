@@ -329,7 +329,7 @@ def test_methods_of_a_model_are_replaced_in_one_place() -> None:
 ASKED = {
     "_dump_fr_trace_json", "_post_accumulate_grad_hooks", "full_tensor", "rehearsed", "reshard", "to_local", "uncast",
     "SIGRTMIN", "memfd_create", "sched_getaffinity", "__qualname__", "__self__",
-    "close", "EVIDENCE", "PLUGIN", "WHEN_ABSENT", "findings",
+    "close", "EVIDENCE", "PLUGIN", "WHEN_ABSENT",
 }  # fmt: skip
 
 

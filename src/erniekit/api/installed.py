@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from erniekit.data.formats import CLASS_FORMATS, FORMATS, PREFERENCE_FORMATS, UNPAIRED_FORMATS
 from erniekit.devices import INSTALLED as DEVICES
+from erniekit.devices import device_entry
 from erniekit.errors import ErnieKitError
 from erniekit.loss_table import PAIR_LOSSES, TOKEN_LOSSES
 from erniekit.models import MODELS
@@ -44,7 +45,7 @@ def plugins() -> list[InstalledPlugin]:
                 problem = "another package brings the same name"
             else:
                 try:
-                    plugin.load(table.kind) if table is DEVICES else table.get(plugin.name)
+                    device_entry(plugin.name).load() if table is DEVICES else table.get(plugin.name)
                 except ErnieKitError as error:
                     problem = error.what
             out.append(InstalledPlugin(table.kind, plugin.name, plugin.distribution, problem))

@@ -1,4 +1,4 @@
-"""What a person reads when a command fails through a fault of ours. Called by main.py."""
+"""What a person reads when a command fails through a fault of ours, or of a plug-in's. Called by main.py."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import time
 
 from erniekit.log import without_secrets
+from erniekit.registry import foreign_code
 
 
 def report_crash(args: list[str], error: Exception) -> int:
@@ -27,7 +28,9 @@ def report_crash(args: list[str], error: Exception) -> int:
         path.write_text(
             f"erniekit {__version__}\nerniekit {' '.join(without_secrets(args))}\n\n{trace}", encoding="utf-8"
         )
-        print(f"error: {what}\nwhere: a fault of erniekit, written to {path}", file=sys.stderr)
+        code = foreign_code(error)
+        whose = "a fault of erniekit" if code is None else code.line
+        print(f"error: {what}\nwhere: {whose}, written to {path}", file=sys.stderr)
     except OSError:
         print(f"error: {what}\n{trace}", file=sys.stderr)
     return 1

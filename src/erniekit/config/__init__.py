@@ -30,7 +30,9 @@ def load(args: list[str], command: str = "train", overrides: Mapping[str, Any] |
     from erniekit.config.resolve import resolve
     from erniekit.config.run import IgnoredKey, make_run
     from erniekit.config.sources import collect
+    from erniekit.devices import check_variable
 
+    check_variable()
     sources = collect(args, command, overrides)
     given = {name: g.value for name, g in sources.given.items()}
     values, notes = resolve({**DEFAULTS, **given}, sources, command)

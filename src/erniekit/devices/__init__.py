@@ -9,141 +9,45 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from importlib import import_module
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from erniekit.devices.entry import OTHERS, OURS, DeviceEntry, check_others, others
 from erniekit.errors import DeviceError
-from erniekit.log import warn
 from erniekit.printable import counted
 from erniekit.registry import Registry
 
 if TYPE_CHECKING:
     from erniekit.devices.base import Device
 
-OTHERS = "ERNIEKIT_DEVICES"  # names devices of other packages; a variable, because every rank inherits it
+__all__ = ["DEVICES", "FAMILIES", "INSTALLED", "OTHERS", "DeviceEntry", "others", "pick"]
 AUTO = "auto"
 # Variables that name the device of `auto`: ours, and the one that ERNIEKit's launch scripts export.
 CHOSEN_BY = ("ERNIEKIT_DEVICE", "PADDLE_XCCL_BACKEND")
 
-
-@dataclass(frozen=True)
-class DeviceEntry:
-    """module: has make() -> Device, present() and count()."""
-
-    module: str
-    visible: str = ""  # the variable that lists which of the machine's devices are ours
-    files: str = ""  # its device files in /dev, one for each device; counted without a driver
-    also_visible: tuple[str, ...] = ()  # variables that the vendor's own scripts set in its place
-    package: str = ""  # the installed package whose entry point brings it
-
-    @property
-    def variables(self) -> tuple[str, ...]:
-        return (self.visible, *self.also_visible) if self.visible else ()
-
-    @property
-    def origin(self) -> str:
-        """Where it comes from, of one whose file has no EVIDENCE."""
-        if self.module.startswith(f"{_OURS}."):
-            return f"{self.module}, which does not say whether it ran on real hardware"
-        return f"{self.module}, " + (
-            f"of the installed package {self.package}" if self.package else f"named by {OTHERS}"
-        )
-
-    def load(self) -> Any:
-        try:
-            return import_module(self.module)
-        except ModuleNotFoundError as error:
-            fix = f"word=module with commas between; check {OTHERS} and PYTHONPATH"
-            if self.module.startswith(f"{_OURS}."):
-                named = f"the device's file {self.module} does not load: {error}"
-                raise DeviceError(named, where="DEVICES", fix="docs/adding-a-device.md says what it has") from error
-            if not self.package:
-                named = f"no device can be read from {self.module!r}: {error}"
-                raise DeviceError(named, where=OTHERS, fix=fix) from error
-            raise self._broken(error) from error
-        except Exception as error:
-            if not self.package:
-                raise
-            raise self._broken(error) from error
-
-    def _broken(self, error: Exception) -> DeviceError:
-        return DeviceError(
-            f"the device {self.module!r} of the installed package {self.package} does not load: "
-            f"{type(error).__name__}: {error}",
-            where="entry point erniekit.devices",
-            fix=f"update or uninstall {self.package.partition(' ')[0]}",
-        )
-
-    def present(self) -> bool:
-        """Whether torch finds one. Of an installed package that does not load: no, after one line that names it."""
-        try:
-            return bool(self.load().present())
-        except DeviceError as error:
-            if not self.package:
-                raise
-            warn(error.what)
-            return False
-
-    def count_visible(self, env: Mapping[str, str]) -> int:
-        """Devices of this machine that are ours, without a call to the driver: by variable, else by device file."""
-        listed = next((env[name] for name in self.variables if name in env), None)
-        if listed is None:
-            return len(list(Path("/dev").glob(self.files))) if self.files else 0
-        count = 0
-        for item in listed.split(","):
-            if not item.strip() or item.strip().startswith("-"):  # CUDA stops reading at the first that is none
-                break
-            count += 1
-        return count
-
-    def show(self, env: Mapping[str, str], chosen: tuple[str, ...] = ()) -> dict[str, str]:
-        """The variables as ranks should have them: `chosen`, else as they are without blanks, at which Ascend's runtime
-        stops reading ("0, 1" would be device 0 only)."""
-        if chosen:
-            given = [name for name in self.variables[1:] if name in env]
-            return dict.fromkeys([*self.variables[:1], *given], ",".join(chosen))
-        return {name: "".join(env[name].split()) for name in self.variables if name in env}
-
-
-def others(text: str) -> dict[str, DeviceEntry]:
-    """`name=module` or `name=module:VARIABLE`, with commas between. Read when config is imported: what is wrong with it
-    is reported when the device is used."""
-    found = {}
-    for item in text.split(","):
-        name, _, rest = item.strip().partition("=")
-        module, _, visible = rest.partition(":")
-        if name:
-            found[name] = DeviceEntry(module or name, visible)
-    return found
-
-
-_OURS = "erniekit.devices"
 _CUDA = "CUDA_VISIBLE_DEVICES"
-_ILUVATAR = DeviceEntry(f"{_OURS}.iluvatar", _CUDA, "iluvatar[0-9]*")
-_METAX = DeviceEntry(f"{_OURS}.metax", _CUDA)
-_KUNLUNXIN = DeviceEntry(f"{_OURS}.kunlunxin", "XPU_VISIBLE_DEVICES", "xpu[0-9]*", (_CUDA,))
-_ASCEND = DeviceEntry(f"{_OURS}.ascend", "ASCEND_RT_VISIBLE_DEVICES", "davinci[0-9]*")
-_NVIDIA = DeviceEntry(f"{_OURS}.cuda", _CUDA, "nvidia[0-9]*")
+_ILUVATAR = DeviceEntry(f"{OURS}.iluvatar", _CUDA, "iluvatar[0-9]*")
+_METAX = DeviceEntry(f"{OURS}.metax", _CUDA)
+_KUNLUNXIN = DeviceEntry(f"{OURS}.kunlunxin", "XPU_VISIBLE_DEVICES", "xpu[0-9]*", (_CUDA,))
+_ASCEND = DeviceEntry(f"{OURS}.ascend", "ASCEND_RT_VISIBLE_DEVICES", "davinci[0-9]*")
+_NVIDIA = DeviceEntry(f"{OURS}.cuda", _CUDA, "nvidia[0-9]*")
 
 # In the order in which `auto` looks for them; the CPU is taken when none is there. NVIDIA's file takes the cuda cards
 # that no other vendor has marked. Names of one line are one device.
-DEVICES: dict[str, DeviceEntry] = {
-    **others(os.environ.get(OTHERS, "")),
+_BUILT_IN = {
     "gpu": _NVIDIA,
     **dict.fromkeys(("iluvatar_gpu", "iluvatar"), _ILUVATAR),
     **dict.fromkeys(("metax_gpu", "metax"), _METAX),
     **dict.fromkeys(("xpu", "kunlunxin"), _KUNLUNXIN),
     **dict.fromkeys(("npu", "ascend"), _ASCEND),
-    "musa": DeviceEntry(f"{_OURS}.moore_threads", "MUSA_VISIBLE_DEVICES", "mtgpu.[0-9]*"),
-    "amd": DeviceEntry(f"{_OURS}.amd", "HIP_VISIBLE_DEVICES", "", ("ROCR_VISIBLE_DEVICES", _CUDA)),
+    "musa": DeviceEntry(f"{OURS}.moore_threads", "MUSA_VISIBLE_DEVICES", "mtgpu.[0-9]*"),
+    "amd": DeviceEntry(f"{OURS}.amd", "HIP_VISIBLE_DEVICES", "", ("ROCR_VISIBLE_DEVICES", _CUDA)),
     "nvidia": _NVIDIA,
-    "intel": DeviceEntry(f"{_OURS}.intel", "ZE_AFFINITY_MASK"),
-    "mps": DeviceEntry(f"{_OURS}.apple"),
-    "generic": DeviceEntry(f"{_OURS}.generic"),
-    "cpu": DeviceEntry(f"{_OURS}.cpu"),
+    "intel": DeviceEntry(f"{OURS}.intel", "ZE_AFFINITY_MASK"),
+    "mps": DeviceEntry(f"{OURS}.apple"),
+    "generic": DeviceEntry(f"{OURS}.generic"),
+    "cpu": DeviceEntry(f"{OURS}.cpu"),
 }
+DEVICES: dict[str, DeviceEntry] = {**others(os.environ.get(OTHERS, "")), **_BUILT_IN}
 # gpu: whatever vendor's card torch calls cuda. xpu: Kunlunxin in Paddle, Intel in torch; what is present is taken.
 FAMILIES = {"gpu": ("iluvatar", "metax", "kunlunxin", "amd", "nvidia"), "xpu": ("kunlunxin", "intel")}
 # Names of torch and of vendors' own tools, for which people look here.
@@ -160,6 +64,11 @@ def table() -> dict[str, DeviceEntry]:
         module, _, visible = plugin.value.partition(":")
         found[name] = DeviceEntry(module, visible, package=plugin.distribution)
     return {**found, **DEVICES}
+
+
+def check_variable() -> None:
+    """Whether ERNIEKIT_DEVICES can be read: what cannot would be left out without a word."""
+    check_others(os.environ.get(OTHERS, ""), taken=(AUTO, *_BUILT_IN))
 
 
 def device_entry(name: str) -> DeviceEntry:
@@ -224,7 +133,7 @@ def entry_of(name: str, env: Mapping[str, str]) -> DeviceEntry:
         candidates = [DEVICES[name], *(DEVICES[each] for each in FAMILIES[name])]
     elif name == AUTO:
         candidates = [*(entry for _, entry in accelerators()), DEVICES["cpu"]]
-        brought = [entry for entry in candidates if not entry.module.startswith(_OURS)]
+        brought = [entry for entry in candidates if not entry.ours]
         candidates = [*brought, DEVICES["gpu"], *candidates]  # CUDA_VISIBLE_DEVICES only: NVIDIA's files count, too
     else:
         return device_entry(name)
@@ -238,23 +147,23 @@ def pick(name: str = AUTO, no_cuda: bool = False) -> Device:
     from erniekit.devices.kernel_caches import keep_kernels
     from erniekit.devices.probes import probed
 
+    check_variable()
     keep_kernels()
     name = "cpu" if no_cuda else named(name, os.environ)
     requested = name
     if name == AUTO:
-        name = next((each for each, entry in accelerators() if entry.present()), "cpu")
+        name = next((each for each, entry in accelerators() if entry.present_or_left_out()), "cpu")
     elif name in FAMILIES:
-        name = next((each for each in FAMILIES[name] if DEVICES[each].load().present()), FAMILIES[name][-1])
-    module = device_entry(name).load()
-    if not module.present():
-        raise _absent(requested, module)
-    made: Device = module.make()
-    return probed(made, module.count())
+        name = next((each for each in FAMILIES[name] if DEVICES[each].present()), FAMILIES[name][-1])
+    entry = device_entry(name)
+    if not entry.present():
+        raise _absent(requested, entry)
+    return probed(*entry.open())
 
 
-def _absent(name: str, module: Any) -> DeviceError:
+def _absent(name: str, entry: DeviceEntry) -> DeviceError:
     what = f"device {name!r} was asked for and torch finds none here"
     if name == "xpu":
         what += ": neither Kunlunxin's (Paddle's xpu; write kunlunxin) nor Intel's (torch's xpu; write intel)"
-    fix = getattr(module, "WHEN_ABSENT", "run with device=cpu")
+    fix = getattr(entry.load(), "WHEN_ABSENT", "run with device=cpu")
     return DeviceError(what, where="device", fix=fix)

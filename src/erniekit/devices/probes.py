@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from erniekit import capabilities
 from erniekit.devices.base import CLAIMED_BY, Device
+from erniekit.devices.promises import bind_early
 from erniekit.log import emit
 
 WITHOUT = "ERNIEKIT_WITHOUT"
@@ -51,9 +52,8 @@ def find_lacks(device: Device, count: int = 1) -> dict[str, str]:
     unclaimed = dict.fromkeys(set(CLAIMED_BY) - {"bf16", *device.claims}, UNCLAIMED)
     lacks = {**unclaimed, **device.lacks, **dict.fromkeys(left_out, f"left out by {WITHOUT}")}
     todo = [name for name in device.claims if name not in lacks and name not in device.proven]
-    if todo and "LOCAL_RANK" in os.environ:
-        # Or every rank would open the machine's first card; there are more ranks than cards where they share.
-        device.bind(int(os.environ["LOCAL_RANK"]) % max(1, count))
+    if todo:
+        bind_early(device, count)
     for name in todo:
         if (problem := try_one(name, device)) is not None:
             lacks[name] = problem

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from erniekit.errors import ErnieKitError, Preempted, RankLost
+from erniekit.registry import foreign_code
 
 USER, PREEMPTED, CRASH = "user", "preempted", "crash"
 LAUNCHED = "ERNIEKIT_LAUNCHER"  # set for a rank to the process id of the launcher, which shows the rank's error
@@ -109,7 +110,8 @@ def _lines(error: BaseException) -> tuple[str, ...]:
         return tuple(str(error).splitlines()) or ("stopped by a signal; run the same command to resume",)
     trace = "".join(traceback.format_exception(error)).rstrip().splitlines()
     what = f"{type(error).__name__}: {error}".splitlines()[0]
-    return (f"error: {what}", *trace[-TAIL:])
+    code = foreign_code(error)
+    return (f"error: {what}", *trace[-TAIL:], *([f"code:  {code.line}"] if code is not None else []))
 
 
 def _peer(error: BaseException) -> bool:

@@ -116,7 +116,7 @@ def _processes(cfg: RunConfig, env: Mapping[str, str]) -> int:
     there = entry.count_visible(env)
     if there > 1:  # then torch counts them, which is imported next anyway
         import_torch()
-        found = entry.load().count()
+        found = entry.count()
         # A named vendor that is absent is reported by the ranks; what is planned is what the variable lists.
         there = there if not found and device not in (AUTO, "gpu") else min(there, found)
     each = cfg.launch.ranks_per_device

@@ -20,6 +20,7 @@ from erniekit.parallel.islands import ACROSS, Islands, check_islands
 from erniekit.parallel.layout import Layout, fit
 from erniekit.parallel.mesh import World
 from erniekit.printable import counted
+from erniekit.registry import owner_of
 
 if TYPE_CHECKING:
     from erniekit.devices.base import Device
@@ -191,13 +192,35 @@ def _join(rank: int, size: int, device: Device, layout: Layout, mixes: bool, on_
         ) from error
     interconnects, backends = zip(*described)
     islands = Islands(interconnects, backends) if len(set(interconnects)) > 1 else None
-    if islands is not None:
-        _check(islands, layout, mixes, store, rank)
+    _check(islands, layout, mixes, device, store, rank, size)
     device.bind(index_on_node(rank, int(os.environ.get("LOCAL_RANK", "0")), interconnects) // on_one)
     prefix = dist.PrefixStore("erniekit", store)
     backend = device.backend if islands is None else ACROSS
     dist.init_process_group(backend, store=prefix, rank=rank, world_size=size, timeout=TALK)
     return islands
+
+
+def _check_backend(device: Device) -> None:
+    """Whether torch knows the collective backend that a device names: each rank's own, as their torch may differ."""
+    import torch
+    import torch.distributed as dist
+
+    try:  # whole words, or one for each type: cpu:gloo,cuda:nccl
+        named = [part.rpartition(":")[2] for part in device.backend.split(",")]
+        unknown = [name for name in named if not dist.is_backend_available(name)]
+        if not unknown:
+            dist.distributed_c10d.BackendConfig(dist.Backend(device.backend))
+    except (ValueError, AttributeError):  # two for one type, a word too many, no text
+        unknown = [repr(device.backend)]
+    if unknown:
+        kind = type(device)
+        owner = owner_of(kind.__module__)
+        raise DeviceError(
+            f"{device.name} names the collective backend {unknown[0]}, which torch {torch.__version__} does not have",
+            where=f"{kind.__module__}.{kind.__name__}.backend" + (f", {owner}" if owner else ""),
+            fix="nproc_per_node=1; for several ranks, install or import what brings the backend to torch "
+            "(docs/adding-a-device.md)",
+        )
 
 
 def check_rank_variables(ranks: int) -> None:
@@ -217,26 +240,34 @@ def index_on_node(rank: int, local: int, interconnects: Sequence[str]) -> int:
     return sum(interconnects[r] == interconnects[rank] for r in range(rank - local, rank))
 
 
-def _check(islands: Islands, layout: Layout, mixes: bool, store: Any, rank: int) -> None:
+def _check(
+    islands: Islands | None, layout: Layout, mixes: bool, device: Device, store: Any, rank: int, size: int
+) -> None:
     """The same error on every rank, before a collective between unlike devices hangs or crashes."""
     import torch.distributed as dist
 
     try:
-        if not mixes:
-            raise DeviceError(
-                f"the ranks of this run compute on different devices ({islands.describe()})",
-                where="device",
-                fix="give every rank the same kind of device; where they are meant to differ, name them: "
-                "islands: [gpu:8, iluvatar_gpu:8], with a pipeline across (docs/hardware/mixed.md)",
-            )
-        check_islands(islands, layout)
+        if islands is not None:
+            _check_unlike(islands, layout, mixes)
+        _check_backend(device)
     except ErnieKitError:
         # Rank 0 may be the store itself: it leaves after the others have read, or they would only see it vanish.
         with suppress(dist.DistError):  # one that has left by now needs no reply
             store.set(f"device/{rank}/read", "")
             if rank == 0:
-                store.wait([f"device/{r}/read" for r in range(len(islands.interconnects))], PART)
+                store.wait([f"device/{r}/read" for r in range(size)], PART)
         raise
+
+
+def _check_unlike(islands: Islands, layout: Layout, mixes: bool) -> None:
+    if not mixes:
+        raise DeviceError(
+            f"the ranks of this run compute on different devices ({islands.describe()})",
+            where="device",
+            fix="give every rank the same kind of device; where they are meant to differ, name them: "
+            "islands: [gpu:8, iluvatar_gpu:8], with a pipeline across (docs/hardware/mixed.md)",
+        )
+    check_islands(islands, layout)
 
 
 def leave() -> None:

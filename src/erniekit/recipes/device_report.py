@@ -21,6 +21,7 @@ from erniekit.config import RunConfig
 from erniekit.devices import AUTO, DEVICES, FAMILIES, DeviceEntry, device_entry, named, table
 from erniekit.devices.base import CLAIMED_BY, Finding
 from erniekit.devices.probes import WITHOUT
+from erniekit.errors import ErnieKitError
 from erniekit.log import emit, paint
 
 SECONDS = 120  # for all probes of one device: a first Triton kernel takes seconds, an unanswering driver for ever
@@ -34,6 +35,7 @@ class Tried:
     name: str
     lacks: dict[str, str]
     problem: str = ""  # the process itself ended, or took too long; then the rest is what it reported before
+    fix: str = ""  # where the device was refused
 
 
 def report(cfg: RunConfig) -> int:
@@ -53,10 +55,18 @@ def _device_keys(requested: str) -> list[str]:
     entries = table()
     known = FAMILIES.get(requested, tuple(entries))
     once = {entries[key].module: key for key in reversed(known) if key not in FAMILIES}
-    there = [key for key in reversed(list(once.values())) if entries[key].present()]
+    there = [key for key in reversed(list(once.values())) if _to_show(entries[key])]
     if requested == AUTO:
         there += [key for key in _half_installed() if key not in there]
     return there or [known[-1]]
+
+
+def _to_show(entry: DeviceEntry) -> bool:
+    """What is here, and what cannot say whether it is: the error is among what is found."""
+    try:
+        return entry.present()
+    except ErnieKitError:
+        return True
 
 
 def _half_installed() -> list[str]:
@@ -68,10 +78,20 @@ def _half_installed() -> list[str]:
 
 
 def _one(key: str, entry: DeviceEntry, requested: bool) -> bool:
-    module = entry.load()
-    present = module.present()
-    found: list[Finding] = module.findings() if hasattr(module, "findings") else []
-    emit(f"{paint('device', 'bold')}   {key}: " + (f"{module.count()} here" if present else "none that torch sees"))
+    try:
+        module, present = entry.load(), entry.present()
+    except ErnieKitError as error:
+        emit(f"{paint('device', 'bold')}   {key}: not known whether it is here")
+        _print(Finding(False, error.what, error.fix))
+        return False
+    found = entry.findings()
+    number = "none that torch sees"
+    if present:
+        try:
+            number = f"{entry.count()} here"
+        except ErnieKitError as error:
+            number, found = "here", [*found, Finding(False, error.what, error.fix)]
+    emit(f"{paint('device', 'bold')}   {key}: {number}")
     emit(f"         {getattr(module, 'EVIDENCE', entry.origin)}")
     for finding in found:
         _print(finding)
@@ -86,8 +106,9 @@ def _one(key: str, entry: DeviceEntry, requested: bool) -> bool:
         if name in tried.lacks:
             _print(Finding(False, capabilities.line(name, tried.lacks[name])))
     if tried.problem:
-        names = ", ".join(capabilities.CAPABILITIES)
-        _print(Finding(False, tried.problem, f"{WITHOUT}=NAME leaves one out; NAME is any of {names}"))
+        fix = tried.fix or f"{WITHOUT}=NAME leaves one out; NAME is any of {', '.join(capabilities.CAPABILITIES)}"
+        if tried.problem not in [finding.what for finding in found]:
+            _print(Finding(False, tried.problem, fix))
     elif not tried.lacks:
         emit(f"         {paint('ok', 'green')}: all that it claims works")
     return all(f.ok for f in found) and not tried.problem
@@ -114,6 +135,8 @@ def try_in_a_process(key: str, seconds: float = SECONDS) -> Tried:
     lacks = {s["name"]: s["why"] for s in reports if s.get("why")}
     if any("end" in s for s in reports):
         return Tried(name, lacks)
+    if (refused := next((s for s in reports if "refused" in s), None)) is not None:
+        return Tried(name, lacks, refused["refused"], refused["fix"])
     last = next((s["trying"] for s in reversed(reports) if "trying" in s), "the device itself")
     how = f"did not answer in {seconds:g} s" if time.monotonic() - began >= seconds else _ended(process.returncode)
     return Tried(name, lacks, f"trying {last}: the process {how}")
@@ -130,7 +153,10 @@ def answer() -> None:
     def report(**what: Any) -> None:
         print(f"\n{_TRIED}{json.dumps(what)}", flush=True)
 
-    device = device_entry(sys.argv[1]).load().make()
+    try:
+        device, _ = device_entry(sys.argv[1]).open()
+    except ErnieKitError as error:
+        return report(refused=error.what, fix=error.fix)
     report(device=device.name)
     for name in capabilities.CAPABILITIES:
         if name in device.lacks or name in skipped():

@@ -34,6 +34,15 @@ class HostileDevice(Device):
     def graphed(self, module: Callable[..., Any], inputs: tuple[torch.Tensor, ...], memory: Any = None) -> Any:
         return lambda *given: module(*inputs) + 1  # replays, and computes something else
 
+    def graph_memory(self) -> Any:
+        return None
+
+    def recorded(self, work: Callable[[], None]) -> Callable[[], None]:
+        raise RuntimeError("hostileGraph: not implemented")
+
+    def free_memory(self) -> tuple[int, int]:
+        return 4 * GIB, 8 * GIB
+
 
 def present() -> bool:
     return True

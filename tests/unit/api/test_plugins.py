@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -182,6 +183,48 @@ def test_a_broken_package_costs_one_line_that_names_it_and_nothing_else(
     assert "tracker (report_to) 'sad' of the installed package sad-kit 1.0" in said
     with pytest.raises(ConfigError, match="sad-kit"):
         erniekit.train(**{**keys, "output_dir": tmp_path / "other"}, **KEYS, token_loss="sad")
+
+
+def test_a_device_package_whose_card_cannot_be_asked_stops_nobody_who_does_not_name_it(
+    site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entries = {"devices": "sadchip = sadchip:SAD_VISIBLE\nhalfchip = halfchip"}
+    install(site, "sad-kit", entries, sadchip=CHIP + "\n\ndef present():\n    raise OSError('driver exploded')\n")
+    (site / "halfchip.py").write_text(f"{CHIP}\ndel make\n")
+    assert pick("auto").vendor == "cpu"
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2, "a line for each"
+    assert any("package sad-kit 1.0 cannot be used: its present() raised OSError: driver exploded" in s for s in said)
+    with pytest.raises(DeviceError, match=r"its present\(\) raised OSError: driver exploded") as refused:
+        pick("sadchip")
+    assert refused.value.where == f"entry point erniekit.devices, {site / 'sadchip.py'}:7"
+    assert refused.value.fix.startswith("update or uninstall sad-kit")
+    with pytest.raises(DeviceError, match=r"package sad-kit 1\.0 cannot be used: its file has no function make"):
+        pick("halfchip")
+    assert {p.name: p.problem.partition(" cannot be used: ")[2] for p in erniekit.plugins()} == {
+        "sadchip": "", "halfchip": "its file has no function make()",
+    }  # fmt: skip
+
+
+def test_a_fault_in_a_packages_model_names_its_line_and_not_erniekit(
+    site: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    wrong = MOON.replace("return 2 * super().embed_ids(ids)", "return {}['moon']")
+    install(site, "moon-kit", {"models": "moon = moon:SPEC"}, moon=wrong)
+    config = json.loads((base / "config.json").read_text())
+    moon = tmp_path / "moon"
+    shutil.copytree(base, moon)
+    (moon / "config.json").write_text(json.dumps({**config, "model_type": "moon"}))
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"src": ["a"], "tgt": ["b"]}] * 4)
+    words = {**KEYS, "train_dataset_path": rows, "max_steps": 1, "output_dir": tmp_path / "run"}
+    assert main(["train", f"model_name_or_path={moon}", *(f"{key}={value}" for key, value in words.items())]) == 1
+    error, where = capsys.readouterr().err.strip().splitlines()[-2:]
+    line = wrong.splitlines().index("        return {}['moon']") + 1
+    assert error == "error: KeyError: 'moon'"
+    assert where.startswith(
+        f"where: {site / 'moon.py'}:{line}, of the installed package moon-kit 1.0: a fault of that code, written to "
+    )
 
 
 def test_a_name_that_is_built_in_or_brought_twice_is_refused_with_a_line(

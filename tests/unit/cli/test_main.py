@@ -10,6 +10,7 @@ import pytest
 from erniekit.cli import main as cli
 from erniekit.cli.commands import COMMANDS, Command
 from erniekit.errors import DataError, Preempted
+from erniekit.registry import Plugin
 
 
 @pytest.fixture
@@ -81,6 +82,23 @@ def test_our_own_fault_is_one_line_and_a_file_with_the_traceback(command, capsys
     assert "ZeroDivisionError: oops" in err
     path = Path(err.split("written to ")[1].strip())
     assert "Traceback" in path.read_text()
+
+
+def test_a_fault_of_a_plug_in_is_not_called_ours_and_its_traceback_is_kept(command, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    (tmp_path / "moon_of_a_test.py").write_text("def fail(args):\n    raise ZeroDivisionError('oops')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    plugin = Plugin("erniekit.losses", "moon", "moon_of_a_test:fail", "moon-kit 1.0")
+    command(plugin.load("loss"))
+    assert cli.main(["probe"]) == 1
+    error, where = capsys.readouterr().err.splitlines()
+    assert error == "error: ZeroDivisionError: oops"
+    said, path = where.split(", written to ")
+    assert (
+        said
+        == f"where: {tmp_path / 'moon_of_a_test.py'}:2, of the installed package moon-kit 1.0: a fault of that code"
+    )
+    assert "Traceback" in Path(path).read_text()
 
 
 def test_the_crash_file_holds_no_secret(command, monkeypatch, tmp_path):
