@@ -33,7 +33,7 @@ _SYNC_EVERY = 64 << 20  # bytes
 _PIECE = 4 << 20  # bytes that are written and hashed at a time
 _HASHED_LATER = 8  # pieces: a slow write does not hold up the hash, nor a slow hash the next write
 _SYNC = getattr(os, "fdatasync", os.fsync)  # macOS has the latter only
-_HIDDEN = re.compile(r"\.(?P<kind>tmp|del|old)-(?P<name>.+)-\d+-[0-9a-f]{8}")
+_HIDDEN = re.compile(r"\.(?P<kind>tmp|del|old)-(?P<name>.+)-\d+-[0-9a-f]{8}", re.DOTALL)  # a name may hold line breaks
 
 
 class FileOps:

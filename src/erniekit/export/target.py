@@ -16,6 +16,7 @@ from erniekit.checkpoint import manifest, writer
 from erniekit.checkpoint.lock import RunLock
 from erniekit.checkpoint.manifest import MANIFEST, Damaged, NoManifest
 from erniekit.errors import CheckpointError
+from erniekit.files.links import file_inside
 from erniekit.files.record import NotOurs, some
 from erniekit.log import emit
 
@@ -26,10 +27,11 @@ def check_target(target: Path, sources: Sequence[Path], command: str = EXPORT) -
     """Raises unless `target` is absent, empty, or an earlier result of this command, unchanged; changes nothing."""
     real = Path(os.path.realpath(target))
     for source in sources:
-        if Path(os.path.realpath(source)).is_relative_to(real):
+        held = source if Path(os.path.realpath(source)).is_relative_to(real) else file_inside(source, target)
+        if held is not None:
             raise CheckpointError(
                 "the result would replace what it is made from",
-                where=f"{target} holds {source}",
+                where=f"{target} holds {held}" + ("" if held == source else ", which is a link"),
                 fix="choose another output_dir, or move the source elsewhere",
             )
     check_replaceable(target, command)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from erniekit.errors import ConfigError
+from erniekit.files.links import file_inside
 from erniekit.files.record import RECORD, NotOurs, OwnedFiles, RecordEntry, has_digest, some
 from erniekit.files.tokenizer_names import TOKENIZER_FILES
 from erniekit.files.unwritable import way_out
@@ -121,6 +122,8 @@ def _refuse_overlap(output: Path, key: str, path: Path) -> None:
         relation = f"holds the folder of {key}"
     elif ours.is_relative_to(theirs):
         relation = f"lies inside the folder of {key}"
+    elif (link := file_inside(path, output)) is not None:
+        relation = f"holds the file that {link.name} in the folder of {key} is a link to"
     else:
         return
     raise ConfigError(

@@ -19,9 +19,10 @@ class DoRALinear(LoRALinear):
         if not self.active:
             return y
         bias = self.base.added_bias
-        y = y if bias is None else y - bias
-        y = self._added(y, self._products(x)) * self.row_factors().to(y.dtype)
-        return y if bias is None else y + bias
+        product = y if bias is None else y - bias
+        adapted = self._added(product, self._products(x)) * self.row_factors().to(y.dtype)
+        # With a bias as what changed, so that an adapter that changes nothing leaves y as it was rounded.
+        return adapted if bias is None else y + (adapted - product)
 
     def row_factors(self) -> torch.Tensor:
         """[out]: of each row its trained length over the one it has; 1 where nothing is adapted."""
@@ -38,10 +39,12 @@ class DoRALinear(LoRALinear):
 
 @torch.no_grad()
 def row_lengths(weight: torch.Tensor, A: torch.Tensor, B: torch.Tensor, scale: float) -> torch.Tensor:
-    """|W + scale * B A| of each row, fp32, without the product B A: |W|^2 + 2 s <W A^T, B> + s^2 <B A A^T, B>."""
+    """|W + scale * B A| of each row, fp32, without the product B A: |W|^2 + 2 s <W A^T, B> + s^2 <B A A^T, B>.
+
+    Rounded as W is, and as trained lengths are kept beside it: with B zero a row has just the length it began with."""
     own = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
     A, B = A.to(weight.dtype), B.to(weight.dtype)
     crossed = ((weight @ A.t()).float() * B.float()).sum(1)
     added = ((B @ (A @ A.t())).float() * B.float()).sum(1)
-    lengths: torch.Tensor = (own + 2 * scale * crossed + scale**2 * added).clamp(min=SHORTEST).sqrt()
-    return lengths
+    lengths = (own + 2 * scale * crossed + scale**2 * added).clamp(min=SHORTEST).sqrt()
+    return lengths.to(weight.dtype).float()

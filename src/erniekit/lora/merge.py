@@ -40,5 +40,7 @@ def merged_in_fp32(weight: torch.Tensor, updates: Sequence[WeightUpdate]) -> tor
         rows = out[start:stop].addmm_(update.B.to(out), update.A.to(out), alpha=update.scale)
         if update.magnitude is not None:
             lengths = torch.linalg.vector_norm(rows, dim=1).clamp(min=SHORTEST)
+            for kept in (weight.dtype, update.magnitude.dtype):  # as training rounds both (dora.py)
+                lengths = lengths.to(kept).float()
             rows.mul_((update.magnitude.to(out) / lengths)[:, None])
     return out

@@ -201,13 +201,18 @@ def _write(folder: Path, values: np.ndarray) -> None:
 
 
 def _key(cfg: RunConfig, built: Built, source: PairSource) -> str:
-    """Of the data's tokens, the model and how it computes."""
+    """Of the data's tokens, the model and how it computes: by the numbers of a run whose products are rounded otherwise
+    this one would not start at ln 2."""
+    layout = built.world.layout
     settings = {
         "version": cache_versions.REFERENCE,
         "data": source.fingerprint,
         "model": built.base,
         "config": str(built.folder.config),
         "dtype": str(built.dtype),
+        "device": built.device.name.partition(",")[0],  # of a CPU without its cores
+        "kernels": [cfg.model.attention, *cfg.model.kernels],
+        "layout": [layout.tp, layout.cp, layout.sequence_parallel, layout.experts_over],
         **({"frozen_base": f"{cfg.lora.frozen_base}, {cfg.lora.frozen_products}"} if cfg.lora.packed_base else {}),
     }
     return hashlib.blake2b(json.dumps(settings, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()

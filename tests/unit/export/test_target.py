@@ -55,6 +55,14 @@ def test_an_edited_export_is_refused(tmp_path: Path) -> None:
     assert "changed since" in refused(out, tmp_path)
 
 
+def test_the_base_of_links_to_files_of_an_export_is_not_replaced_by_what_is_made_from_it(tmp_path: Path) -> None:
+    out = an_export(tmp_path / "export")
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "model.safetensors").symlink_to(out / "model.safetensors")
+    assert "would replace what it is made from" in refused(out, tmp_path, (tmp_path / "links",))
+    check_target(an_export(tmp_path / "other"), [tmp_path / "links"])
+
+
 def test_a_link_and_a_file_are_refused(tmp_path: Path) -> None:
     an_export(tmp_path / "other")
     (tmp_path / "export").symlink_to(tmp_path / "other")
@@ -70,23 +78,25 @@ def test_a_source_inside_the_target_is_refused_through_links_too(tmp_path: Path)
     assert "made from" in refused(out, tmp_path, (tmp_path / "link" / "base",))
 
 
-def test_an_export_hidden_by_a_kill_between_its_two_renames_comes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["export", "an\nexport"])
+def test_an_export_hidden_by_a_kill_between_its_two_renames_comes_back(tmp_path: Path, name: str) -> None:
     """The kill is real: SIGKILL right after the first rename, in a process of its own."""
-    an_export(tmp_path / "export", "old")
+    an_export(tmp_path / name, "old")
     code = (
         "import os, signal, sys\nfrom pathlib import Path\nfrom erniekit.checkpoint import writer\n"
         "plain = writer.FileOps.rename\n"
         "def rename(self, source, target):\n    plain(self, source, target)\n"
         "    if target.name.startswith('.old-'): os.kill(os.getpid(), signal.SIGKILL)\n"
         "writer.FileOps.rename = rename\n"
-        "writer.publish(Path(sys.argv[1]), 'export', lambda f: (f / 'model.safetensors').write_text('new') and None)\n"
+        "write = lambda folder: (folder / 'model.safetensors').write_text('new') and None\n"
+        "writer.publish(Path(sys.argv[1]), sys.argv[2], write)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=dict(os.environ))
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path), name], env=dict(os.environ))
     assert done.returncode == -signal.SIGKILL
-    assert not (tmp_path / "export").exists(), "the fault hit its window"
-    with one_export(tmp_path / "export"):
-        assert (tmp_path / "export" / "model.safetensors").read_text() == "old"
-    assert [p.name for p in tmp_path.iterdir()] == ["export"], "and nothing half-written is left"
+    assert not (tmp_path / name).exists(), "the fault hit its window"
+    with one_export(tmp_path / name):
+        assert (tmp_path / name / "model.safetensors").read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == [name], "and nothing half-written is left"
 
 
 def test_two_exports_to_one_folder_are_not_let_through_together(tmp_path: Path) -> None:

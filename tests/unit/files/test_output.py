@@ -43,6 +43,16 @@ def test_the_model_s_folder_behind_a_link_is_refused(model: Path, tmp_path: Path
     assert "is the folder of" in refused(model, tmp_path / "link", tmp_path).what
 
 
+def test_a_model_of_links_to_files_in_the_folder_is_refused(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "links").mkdir()
+    for file in model.iterdir():
+        (tmp_path / "links" / file.name).symlink_to(file)
+    assert "holds the file that config.json in the folder of model_name_or_path is a link to" in (
+        refused(model, tmp_path / "links", tmp_path).what
+    )
+    assert open_output(tmp_path / "out", {"model_name_or_path": str(tmp_path / "links")}, {}).purpose() == RUN
+
+
 def test_a_folder_inside_the_model_or_around_it_is_refused(model: Path, tmp_path: Path) -> None:
     assert "lies inside" in refused(model / "out", model, tmp_path).what
     assert "holds the folder" in refused(tmp_path, model, tmp_path).what
