@@ -7,6 +7,7 @@ import sys
 import time
 
 from erniekit.log import without_secrets
+from erniekit.printable import plain
 from erniekit.registry import foreign_code
 
 
@@ -23,11 +24,10 @@ def report_crash(args: list[str], error: Exception) -> int:
         print(trace, file=sys.stderr)
     name = f"erniekit-crash-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     path = Path(tempfile.gettempdir()) / name
-    what = f"{type(error).__name__}: {error}".splitlines()[0]
+    what = plain(f"{type(error).__name__}: {error}".splitlines()[0])
     try:
-        path.write_text(
-            f"erniekit {__version__}\nerniekit {' '.join(without_secrets(args))}\n\n{trace}", encoding="utf-8"
-        )
+        told = f"erniekit {__version__}\nerniekit {' '.join(without_secrets(args))}\n\n{trace}"
+        path.write_text(told, encoding="utf-8", errors="backslashreplace")  # a path may be no text
         code = foreign_code(error)
         whose = "a fault of erniekit" if code is None else code.line
         print(f"error: {what}\nwhere: {whose}, written to {path}", file=sys.stderr)

@@ -37,6 +37,7 @@ from erniekit.export.target import check_replaceable, check_target, one_export
 from erniekit.export.verify import Proof, prove
 from erniekit.export.vision_ids import with_token_ids
 from erniekit.files.listed import has_file
+from erniekit.files.part_file import part_file
 from erniekit.files.tokenizer_names import TOKENIZER_FILES
 from erniekit.log import emit, paint, typed, warn
 from erniekit.lora.adapter import Adapter, combined
@@ -182,7 +183,8 @@ def export(
             if verify:
                 proofs.append(prove_gguf(source, whole, written, probe))
                 info["proof"] = vars(proofs[0])
-        (folder / card.FILE).write_text(card.model_card(out.name, base, folders, gguf), encoding="utf-8")
+        with part_file(folder / card.FILE) as page:
+            page.write(card.model_card(out.name, base, folders, gguf))
 
     def write(folder: Path) -> None:
         for place in (base, *folders):  # an adapter's own goes before its base's
@@ -202,7 +204,8 @@ def export(
                     info["proof"] = vars(proofs[0])
                 proved.append(_prove_pixels(folder, proof_in))
         told = card.model_card(out.name, base, folders, classes=config.labels)
-        (folder / card.FILE).write_text(told, encoding="utf-8")
+        with part_file(folder / card.FILE) as page:
+            page.write(told)
         # Its rows are training data: an export is what people publish.
         (folder / proof_file.FILE).unlink(missing_ok=True)
 

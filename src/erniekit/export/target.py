@@ -17,6 +17,7 @@ from erniekit.checkpoint.lock import RunLock
 from erniekit.checkpoint.manifest import MANIFEST, Damaged, NoManifest
 from erniekit.errors import CheckpointError
 from erniekit.files.links import file_inside
+from erniekit.files.output import check_name
 from erniekit.files.record import NotOurs, some
 from erniekit.log import emit
 
@@ -25,6 +26,7 @@ EXPORT, QUANTIZE = "export", "quantize"
 
 def check_target(target: Path, sources: Sequence[Path], command: str = EXPORT) -> None:
     """Raises unless `target` is absent, empty, or an earlier result of this command, unchanged; changes nothing."""
+    check_name(target)
     real = Path(os.path.realpath(target))
     for source in sources:
         held = source if Path(os.path.realpath(source)).is_relative_to(real) else file_inside(source, target)

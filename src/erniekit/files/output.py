@@ -46,6 +46,7 @@ def check_output(output: str | Path, folders: Mapping[str, str], files: Mapping[
             where="output_dir",
             fix="choose another output_dir; a folder that does not exist is created",
         )
+    check_name(output)
     for key, path in folders.items():
         _refuse_overlap(output, key, Path(path).expanduser())
     if not output.is_dir():
@@ -72,6 +73,18 @@ def check_output(output: str | Path, folders: Mapping[str, str], files: Mapping[
             where=f"output_dir: {output}",
             fix="move it away, or choose another output_dir",
         )
+
+
+def check_name(output: Path) -> None:
+    """safetensors opens no path with other bytes: what was written there could not be read again."""
+    try:
+        str(output).encode("utf-8")
+    except UnicodeEncodeError:
+        raise ConfigError(
+            "the name of output_dir holds bytes that are not UTF-8",
+            where=f"output_dir: {output}",
+            fix="choose a path of letters that UTF-8 has",
+        ) from None
 
 
 def open_output(output: str | Path, folders: Mapping[str, str], files: Mapping[str, Sequence[str]]) -> OwnedFiles:

@@ -20,11 +20,12 @@ def part_of(path: Path) -> Path:
 @contextmanager
 def part_file(path: Path, sync: bool = False) -> Iterator[TextIO]:
     """A file to write; it takes the place of `path` only when the block ends without an error. sync: it outlives a
-    power failure, too."""
+    power failure, too. Bytes of a path that are no UTF-8 are written as escapes, which JSON reads back as they were."""
     part = part_of(path)
     part.unlink(missing_ok=True)
     try:
-        with part.open("x", encoding="utf-8") as out:  # a link of that name is never followed
+        # x: a link of that name is never followed.
+        with part.open("x", encoding="utf-8", errors="backslashreplace") as out:
             yield out
             if sync:
                 out.flush()

@@ -46,5 +46,5 @@ def row_lengths(weight: torch.Tensor, A: torch.Tensor, B: torch.Tensor, scale: f
     A, B = A.to(weight.dtype), B.to(weight.dtype)
     crossed = ((weight @ A.t()).float() * B.float()).sum(1)
     added = ((B @ (A @ A.t())).float() * B.float()).sum(1)
-    lengths = (own + 2 * scale * crossed + scale**2 * added).clamp(min=SHORTEST).sqrt()
+    lengths: torch.Tensor = (own + 2 * scale * crossed + scale**2 * added).clamp(min=SHORTEST).sqrt()
     return lengths.to(weight.dtype).float()

@@ -76,13 +76,12 @@ def stored_tensors(entry: Entry, shape: Sequence[int], where: str) -> list[torch
     whole = torch.empty(tuple(shape), device="meta")  # not empty_like: it imports torch's compiler, which takes seconds
     try:
         stored = entry.write(whole)
-        back = tuple(entry.read(stored).shape) if len(stored) == len(entry.theirs) else None
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
         raise _unfit(entry, shape, str(error).splitlines()[0] if str(error) else type(error).__name__, where) from error
-    if back is None:
+    if len(stored) != len(entry.theirs):
         raise _unfit(entry, shape, f"it makes {len(stored)} tensors for {len(entry.theirs)} names", where)
-    if back != tuple(shape):
-        raise _unfit(entry, shape, f"what it reads back is {list(back)}", where)
+    if sum(tensor.numel() for tensor in stored) != whole.numel():  # reading back on meta imports the compiler, too
+        raise _unfit(entry, shape, f"it stores {[list(tensor.shape) for tensor in stored[:SHOWN]]}", where)
     return stored
 
 

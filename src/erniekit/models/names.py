@@ -54,15 +54,25 @@ def of_runs(
 
     def read(ts: Tensors) -> torch.Tensor:
         parts = [_rows(upright(ts[run.source]), run) for run in runs]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return _joined(parts)
 
     def write(t: torch.Tensor) -> list[torch.Tensor]:
         pieces = (t,) if len(runs) == 1 else t.split([run.count or 0 for run in runs])
         placed = sorted(zip(runs, pieces), key=lambda item: (item[0].source, item[0].start))
         by_source = [[part for run, part in placed if run.source == k] for k in range(len(theirs))]
-        return [upright(parts[0] if len(parts) == 1 else torch.cat(parts)) for parts in by_source]
+        return [upright(_joined(parts)) for parts in by_source]
 
     return Entry(ours, theirs, read, write, copy_of, runs, turned)
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """One below the other. Without memory there is nothing to copy, and torch.cat would import torch's compiler."""
+    if len(parts) == 1:
+        return parts[0]
+    if parts[0].is_meta:
+        rows = sum(part.shape[0] for part in parts)
+        return torch.empty((rows, *parts[0].shape[1:]), dtype=parts[0].dtype, device="meta")
+    return torch.cat(parts)
 
 
 def _rows(t: torch.Tensor, run: Run) -> torch.Tensor:

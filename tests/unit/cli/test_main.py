@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -108,6 +109,20 @@ def test_the_crash_file_holds_no_secret(command, monkeypatch, tmp_path):
     (path,) = tmp_path.iterdir()
     assert "hush" not in path.read_text()
     assert "--seed 3" in path.read_text()
+
+
+def test_the_crash_file_is_written_whatever_bytes_a_path_has(command, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    path = os.fsdecode(b"run\xff")
+
+    def fails(args):
+        raise RuntimeError(f"no {path}")
+
+    command(fails)
+    assert cli.main(["probe", f"output_dir={path}"]) == 1
+    (file,) = tmp_path.glob("erniekit-crash-*.txt")
+    assert "output_dir=run\\udcff" in file.read_text(encoding="utf-8")
+    assert str(file) in capsys.readouterr().err
 
 
 def test_debug_shows_the_traceback(command, capsys, monkeypatch, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,12 @@ def test_a_model_of_links_to_files_in_the_folder_is_refused(model: Path, tmp_pat
         refused(model, tmp_path / "links", tmp_path).what
     )
     assert open_output(tmp_path / "out", {"model_name_or_path": str(tmp_path / "links")}, {}).purpose() == RUN
+
+
+def test_a_name_that_is_not_utf_8_is_refused_as_nothing_there_could_be_read_again(model: Path, tmp_path: Path) -> None:
+    refusal = refused(tmp_path / os.fsdecode(b"run\xff"), model, tmp_path)
+    assert "holds bytes that are not UTF-8" in refusal.what
+    assert refusal.where.endswith("run\\udcff")
 
 
 def test_a_folder_inside_the_model_or_around_it_is_refused(model: Path, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -83,9 +85,22 @@ def of_other_sizes(entries: list[Entry]) -> list[Entry]:
     return [*(e for e in entries if e.ours != name), rows(name, ("a.weight", "b.weight"), (6, 7))]
 
 
+def of_fewer_rows(entries: list[Entry]) -> list[Entry]:
+    name = "layers.1.attn.pair.weight"
+    cut = Entry(name, ("a.weight",), lambda ts: ts[0], lambda t: [t[:5]])
+    return [*(e for e in entries if e.ours != name), cut]
+
+
+def of_one_name(entries: list[Entry]) -> list[Entry]:
+    name = "layers.1.attn.pair.weight"
+    return [*(e for e in entries if e.ours != name), replace(rows(name, ("a", "b"), (6, 6)), theirs=("a",))]
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
+        (of_fewer_rows, r"layers.1.attn.pair.weight does not fit that weight, .*: it stores \[\[5, \d+\]\]"),
+        (of_one_name, r"layers.1.attn.pair.weight does not fit that weight, .*: it makes 2 tensors for 1 names"),
         (without, rf"have no name in its files, so that training them would lose them: {LAST}"),
         (with_another, r"has entries for weights that its model has not: layers.1.attn.q_norm.weight"),
         (under_one_name, r"model.layers.0.attn.k_norm.weight is the name in a file of several tensors"),
@@ -141,3 +156,15 @@ def test_a_family_that_fits_is_compared_once_a_folder_however_often_it_is_built(
         assert all(weight.is_meta for weight in folder.meta().parameters())
     assert asked == ["hf"]
     assert torch.equal(folder.build().norm.weight, ModelFolder(tiny).tensor("model.norm.weight"))
+
+
+@pytest.mark.parametrize("folder", ["llama_fused", "moe_old"])
+def test_comparing_a_folder_with_its_family_imports_no_compiler(paddle: Path, folder: str) -> None:
+    code = (
+        "import sys; from erniekit.checkpoint.model_folder import ModelFolder; folder = ModelFolder(sys.argv[1]); "
+        "folder.check_names(); folder.check_shapes(folder.meta()); print('sympy' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(paddle / folder)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False"
