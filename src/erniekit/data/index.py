@@ -33,11 +33,15 @@ from erniekit.data.index_files import (
     TOKENS,
     bad_rows_of,
     is_intact,
+    is_plan,
     refuse_foreign,
     remove_work,
+    settle,
+    write_whole,
 )
 from erniekit.data.report import SHOWN, DataReport
 from erniekit.data.row_workers import Rows, in_parallel
+from erniekit.data.storage import LocalFile, Unchanged
 from erniekit.data.text_job import TextChunk, TextJob
 from erniekit.data.text_rows import Place, documents
 from erniekit.data.tokenise import CHUNK_BYTES, CHUNK_ROWS
@@ -84,13 +88,15 @@ def index_text(
     num_proc: int = 1,
     max_bad_fraction: float = 0.001,
     identity: Any = None,
+    unchanged: Sequence[Unchanged] | None = None,
     commit_bytes: int = COMMIT_BYTES,
 ) -> Indexed:
     """Make the data set `output` from `paths`. What another process has begun or made of the same is gone on with.
 
-    `identity` identifies the text; without it each file's size and date do.
+    `identity` identifies the text, as it is since `unchanged`; without it each file's size, date and digest do.
     """
     files = [Path(path).expanduser() for path in paths]
+    unchanged = unchanged or [Unchanged(LocalFile(file)) for file in files]
     plan = _plan(files, job, format, identity)
     output = Path(output).expanduser()
     made = _made(output, files, format, plan)
@@ -108,7 +114,7 @@ def index_text(
                 if made is None:
                     refuse_foreign(output, work, format, plan)
                     work.mkdir(exist_ok=True)
-                    run = _IndexRun(files, work, output, job, format, plan, commit_bytes)
+                    run = _IndexRun(files, work, output, job, format, plan, unchanged, commit_bytes)
                     made = run.publish(run.report(num_proc), max_bad_fraction)
             lock = Path(f"{work}.lock")
             if lock.is_file() and not lock.is_symlink() and not lock.stat().st_size:
@@ -137,7 +143,10 @@ def _plan(files: Sequence[Path], job: TextJob, format: str, identity: Any) -> di
             )
     if identity is None:
         identity = [[str(file), (stored := file.stat()).st_size, stored.st_mtime_ns] for file in files]
-    return {
+        content = {"content": [LocalFile(file).quick_identity() for file in files]}
+    else:
+        content = {}
+    return content | {
         "text": identity,
         "rules": cache_versions.DOCUMENTS,
         "tokenizer": job.tokenizer.fingerprint,
@@ -161,7 +170,7 @@ def _made(output: Path, files: Sequence[Path], format: str, plan: dict[str, Any]
         stored = json.loads(Path(f"{pair[1]}.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         stored = {}
-    if stored.get("plan") != plan:
+    if not is_plan(stored.get("plan"), plan):
         raise DataError(
             f"{pair[1]} exists and was made from other text, or with other settings",
             where=f"--output {output}",
@@ -190,10 +199,11 @@ class _IndexRun:
         job: TextJob,
         format: str,
         plan: dict[str, Any],
+        unchanged: Sequence[Unchanged],
         commit_bytes: int,
     ) -> None:
         self.files, self.work, self.output, self.job, self.format = files, work, output, job, format
-        self.plan, self.commit_bytes = plan, commit_bytes
+        self.plan, self.unchanged, self.commit_bytes = plan, unchanged, commit_bytes
         self.dtype = np.dtype(job.dtype).newbyteorder("<")
         self.state = self._begun()
         self.total = sum(file.stat().st_size for file in files)
@@ -205,7 +215,7 @@ class _IndexRun:
             self.state = State()
             self._keep()  # before any other file: it records whose folder this is
             return self.state
-        if stored.pop("plan", None) != self.plan:
+        if not is_plan(stored.pop("plan", None), self.plan):
             if stored.get("finished"):  # refused for its bad rows, and the text was fixed since
                 remove_work(self.work)
                 self.work.mkdir(exist_ok=True)
@@ -326,14 +336,20 @@ class _IndexRun:
                 yield batch
 
     def _commit(self, out: dict[str, IO[bytes]]) -> None:
+        try:
+            for text in self.unchanged:
+                text.check()
+        except DataError:  # no next run goes on from a part of other text
+            remove_work(self.work)
+            raise
         for file in out.values():
-            _settle(file)
+            settle(file)
         self.state = replace(self.state, bytes_of={name: file.tell() for name, file in out.items()})
         self._keep()
 
     def _keep(self) -> None:
         stored = asdict(self.state) | {"plan": self.plan, "place": list(self.state.place)}
-        _write(self.work / STATE, json.dumps(stored).encode())
+        write_whole(self.work / STATE, json.dumps(stored).encode())
 
     def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """Tokens of each sequence, and the document bounds among them."""
@@ -347,11 +363,11 @@ class _IndexRun:
                 mmap_files.write_idx(file, self.dtype, sizes, docs)
             else:
                 mmap_files.write_npz(file, sizes, docs)
-            _settle(file)
+            settle(file)
         if self.format == "npy":
             with open(self.work / TOKENS, "r+b") as file:
                 file.write(mmap_files.npy_head(self.dtype, int(sizes.sum(dtype=np.int64))))
-                _settle(file)
+                settle(file)
         self.state = replace(self.state, finished=True)
         self._keep()
 
@@ -364,29 +380,14 @@ class _IndexRun:
             os.replace(self.work / TOKENS, tokens)
         listed = bad_rows_of(self.output)
         if report.bad:
-            _write(listed, (self.work / BAD).read_bytes())
+            write_whole(listed, (self.work / BAD).read_bytes())
         else:
             listed.unlink(missing_ok=True)
         files = {tokens.name: sealed.record(tokens), index.name: sealed.record(self.work / INDEX)}
         stored = {"plan": self.plan, "report": report.to_dict(), "files": files}
-        _write(Path(f"{index}.json"), json.dumps(stored).encode())
+        write_whole(Path(f"{index}.json"), json.dumps(stored).encode())
         sealed.sync(index.parent)
         os.replace(self.work / INDEX, index)
         sealed.sync(index.parent)
         remove_work(self.work)
         return Indexed(str(self.output), report)
-
-
-def _settle(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Whole or not at all."""
-    temporary = path.with_name(f".{path.name}.part")
-    temporary.unlink(missing_ok=True)
-    with open(temporary, "xb") as file:  # a link of that name is never followed
-        file.write(content)
-        _settle(file)
-    os.replace(temporary, path)

@@ -10,7 +10,7 @@ import json
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from erniekit.data import mmap_files, sealed
 from erniekit.errors import DataError
@@ -44,6 +44,13 @@ def is_intact(output: Path, format: str = "bin") -> bool:
     return "files" not in stored or sealed.intact(output.parent, stored["files"])
 
 
+def is_plan(stored: Any, plan: dict[str, Any]) -> bool:
+    """Whether files were made by this plan. Plans of earlier versions know a file's text by its size and date alone."""
+    if not isinstance(stored, dict):
+        return False
+    return stored == (plan if "content" in stored else {key: plan[key] for key in plan if key != "content"})
+
+
 def refuse_foreign(output: Path, work: Path, format: str, plan: dict[str, Any]) -> None:
     """Raises where the work folder or a file that will be published exists and is not of this very run.
 
@@ -59,10 +66,10 @@ def refuse_foreign(output: Path, work: Path, format: str, plan: dict[str, Any]) 
         )
     tokens, index = (Path(str(output) + suffix) for suffix in mmap_files.SUFFIXES[format])
     stored, listed = Path(f"{index}.json"), bad_rows_of(output)
-    publishing = bool(state.get("finished")) and state.get("plan") == plan
+    publishing = bool(state.get("finished")) and is_plan(state.get("plan"), plan)
     owned = {
         tokens: publishing and not (work / TOKENS).exists(),
-        stored: publishing and _json(stored).get("plan") == plan,
+        stored: publishing and is_plan(_json(stored).get("plan"), plan),
         listed: publishing and _same(work / BAD, listed),
     }
     for path, is_ours in owned.items():
@@ -81,6 +88,21 @@ def remove_work(work: Path) -> None:
             (work / name).unlink()
     with suppress(OSError):
         work.rmdir()
+
+
+def settle(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Whole or not at all."""
+    temporary = path.with_name(f".{path.name}.part")
+    temporary.unlink(missing_ok=True)
+    with open(temporary, "xb") as file:  # a link of that name is never followed
+        file.write(content)
+        settle(file)
+    os.replace(temporary, path)
 
 
 def _begun(work: Path) -> bool:

@@ -26,6 +26,7 @@ from erniekit.data.index_files import is_intact, is_published, published_names
 from erniekit.data.mmap_files import SUFFIXES, TokenFiles, find, narrowest, open_files
 from erniekit.data.pack import Members
 from erniekit.data.report import BadRowsFile, DataReport, short
+from erniekit.data.storage import Unchanged, located
 from erniekit.data.text_job import TextJob
 from erniekit.data.token_cache import cores, digest_of
 from erniekit.data.tokenizer import Tokenizer
@@ -295,6 +296,7 @@ def index_online(
     corpora: list[TokenFiles] = []
     reports: list[DataReport] = []
     for path in map(Path, paths):
+        unchanged = Unchanged(located(path))
         content = digest_of(path)[0]
         text = [content, tokenizer.fingerprint, json_key, "".join(path.suffixes[-2:]), cache_versions.DOCUMENTS]
         key = hashlib.blake2b(json.dumps(text).encode(), digest_size=16).hexdigest()
@@ -307,6 +309,7 @@ def index_online(
             num_proc=num_proc or cores(),
             max_bad_fraction=1.0,  # checked below, once its bad rows are listed where the run keeps them
             identity=content,
+            unchanged=[unchanged],
         )
         listed = Path(f"{made.prefix}_{BAD}")
         if bad_rows is not None and bad_rows.is_written:

@@ -27,7 +27,7 @@ from erniekit.data.preference import PARTS, PairSample
 from erniekit.data.quality import repeated
 from erniekit.data.report import SHOWN_LINES, DataReport
 from erniekit.data.row_workers import Rows
-from erniekit.data.storage import located
+from erniekit.data.storage import Unchanged, located
 from erniekit.data.stream_store import ENDS, KEYS, PARTS_OF, StreamState, StreamStore
 from erniekit.data.tokenise import BAD_ROWS, IDS, LABELS, TokeniseJob, add_counts, cut, readable
 from erniekit.data.types import RowProblem, Sample
@@ -191,9 +191,9 @@ class StreamSource:
             path = self.files[number]
             job = self._first if number == 0 else self._job_of(path)
             stored = located(path)
+            unchanged = Unchanged(stored)
             if self._versions and stored.quick_identity() != self._versions[number]:
                 raise DataError("dataset changed since the run began", where=path, fix=_CHANGED_FIX)
-            before = stored.stamp()
             taken, place = (at.taken, at.place) if number == at.file else (0, None)
             after = RowPlace(*place) if place is not None and stored.names_version else None
             if after is not None and not job.can_go_on(after):
@@ -204,8 +204,7 @@ class StreamSource:
                 self._skip(lines, at, path)
             for rows in cut(lines, CHUNK_ROWS):
                 yield number, rows, job, found.place
-            if before != stored.stamp():
-                raise DataError("dataset changed while it was read", where=path, fix="start again once it is whole")
+            unchanged.check()
             yield number + 1
 
     def _skip(self, lines: Iterator[tuple[int, Any]], at: StreamState, path: str) -> None:

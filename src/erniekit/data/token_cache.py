@@ -26,7 +26,7 @@ from erniekit.data.formats.files import is_array_by_name
 from erniekit.data.preference import PairRules, PairSample
 from erniekit.data.processes import started
 from erniekit.data.report import FAULT, BadRowsFile, DataReport
-from erniekit.data.storage import as_place, located
+from erniekit.data.storage import Unchanged, as_place, located
 from erniekit.data.thinking import Thinking
 from erniekit.data.tokenise import BAD_ROWS, FORMS, IDS, LABELS, OFFSETS, PAIR_PARTS, ROWS, TokeniseJob, tokenise_file
 from erniekit.data.tokenizer import Tokenizer
@@ -191,11 +191,12 @@ def tokenised(
     append_bad_rows: bool,
 ) -> tuple[Path, DataReport]:
     """The cache folder of a job, filled now or found whole, and its report, within the bound on bad rows."""
+    unchanged = Unchanged(located(job.path))
     content, lines = digest_of(job.path)
     folder = Path(cache_dir or default_cache_dir()) / "tokens" / cache_key(job, content)
     report = _opened(folder, job)
     if report is None:
-        report = _build(folder, job, num_proc or cores(), lines)
+        report = _build(folder, job, num_proc or cores(), lines, unchanged)
     report.content = content
     if bad_rows is not None and bad_rows.is_written:
         _list_bad_rows(folder, report, bad_rows.path, append_bad_rows)
@@ -292,13 +293,13 @@ def _opened(folder: Path, job: TokeniseJob) -> DataReport | None:
     return report
 
 
-def _build(folder: Path, job: TokeniseJob, num_proc: int, lines: int) -> DataReport:
+def _build(folder: Path, job: TokeniseJob, num_proc: int, lines: int, unchanged: Unchanged) -> DataReport:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with only_one(folder) as alone:
             report = _opened(folder, job)  # another process may have been first
             if report is None:
-                report = _write(folder, job, num_proc, lines, alone)
+                report = _write(folder, job, num_proc, lines, unchanged, alone)
             return report
     except OSError as error:
         raise DataError(
@@ -308,7 +309,7 @@ def _build(folder: Path, job: TokeniseJob, num_proc: int, lines: int) -> DataRep
         ) from error
 
 
-def _write(folder: Path, job: TokeniseJob, num_proc: int, lines: int, alone: bool) -> DataReport:
+def _write(folder: Path, job: TokeniseJob, num_proc: int, lines: int, unchanged: Unchanged, alone: bool) -> DataReport:
     """Into a folder of its own, renamed when whole: a cache is complete or absent."""
     if alone:  # what a killed run left behind
         for left in folder.parent.glob(f"{folder.name}.tmp-*"):
@@ -316,11 +317,9 @@ def _write(folder: Path, job: TokeniseJob, num_proc: int, lines: int, alone: boo
     temporary = folder.with_name(f"{folder.name}.tmp-{os.getpid()}-{time.monotonic_ns()}")
     temporary.mkdir()
     try:
-        stored = located(job.path)
-        began, before = time.monotonic(), stored.stamp()
+        began = time.monotonic()
         report = tokenise_file(job, temporary, num_proc, lines or None)
-        if before != stored.stamp():
-            raise DataError("dataset changed while it was read", where=job.path, fix="start again once it is whole")
+        unchanged.check()
         report.seconds = round(time.monotonic() - began, 2)
         files = sealed.records(temporary)
         (temporary / REPORT).write_text(json.dumps({"files": files, "report": report.to_dict()}), encoding="utf-8")

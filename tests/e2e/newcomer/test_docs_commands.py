@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 CHINESE = sorted((DOCS / "zh").glob("*.md"))  # their commands are those of the English pages, which are run
-KINDS = {"bash", "bash resolve", "bash setup", "python", "jsonl", "yaml", "text"}
+KINDS = {"bash", "bash resolve", "bash setup", "python", "jsonl", "yaml", "toml", "text"}
 
 pytestmark = pytest.mark.xdist_group("demo")
 

@@ -154,6 +154,55 @@ def test_the_same_command_again_only_says_so_and_another_does_not_overwrite(tmp_
     assert again.report.samples == 1
 
 
+def test_text_edited_with_its_size_and_date_kept_is_other_text(tmp_path, job):
+    path = write(tmp_path / "a.jsonl", [{"text": "river"}])
+    before = path.stat()
+    index_text([path], tmp_path / "a", job)
+    write(path, [{"text": "rover"}])
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    with pytest.raises(DataError, match="made from other text"):
+        index_text([path], tmp_path / "a", job)
+
+
+def test_files_of_a_version_that_kept_no_digest_of_the_text_are_still_used(tmp_path, job, monkeypatch):
+    path = write(tmp_path / "a.jsonl", [{"text": "river"}])
+    index_text([path], tmp_path / "a", job)
+    kept = tmp_path / "a.idx.json"
+    stored = json.loads(kept.read_text())
+    assert stored["plan"].pop("content")
+    kept.write_text(json.dumps(stored))
+    monkeypatch.setattr(text_job.TextJob, "work", None)
+    assert not index_text([path], tmp_path / "a", job).fresh
+
+
+@pytest.mark.parametrize("change", ["grows", "another under its name"])
+def test_text_that_changes_while_it_is_indexed_is_refused_and_nothing_is_kept(tmp_path, job, monkeypatch, change):
+    path = write(tmp_path / "a.jsonl", [{"text": text_of(i)} for i in range(200)])
+    other = write(tmp_path / "b.jsonl", [{"text": text_of(i + 1)} for i in range(200)])
+    monkeypatch.setattr(index, "CHUNK_ROWS", 20)
+    real, chunks = text_job.TextJob.work, []
+
+    def work(self, rows):
+        chunks.append(rows)
+        if len(chunks) == 5 and change == "grows":
+            with open(path, "a") as file:
+                file.write(json.dumps({"text": "river"}) + "\n")
+        elif len(chunks) == 5:
+            state = path.stat()
+            os.replace(other, path)
+            os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+        return real(self, rows)
+
+    monkeypatch.setattr(text_job.TextJob, "work", work)
+    with pytest.raises(DataError, match="changed while it was read"):
+        index_text([path], tmp_path / "out" / "a", job, commit_bytes=1)
+    assert len(chunks) == 5  # said at the first commit after the change
+    assert [left.name for left in (tmp_path / "out").iterdir()] == ["a.indexing.lock"]
+    assert index_text([path], tmp_path / "out" / "a", job).fresh
+    assert "a.indexing.lock" not in os.listdir(tmp_path / "out")
+
+
 def test_a_dtype_that_cannot_hold_the_vocabulary_and_files_that_are_not_there_are_refused(tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", [{"text": "river"}])
     with pytest.raises(ConfigError, match="uint8 holds tokens up to 255"):
@@ -171,7 +220,7 @@ from erniekit.data.text_job import TextJob
 from erniekit.data.tokenizer import load_tokenizer
 index.CHUNK_ROWS = 20
 if pause := float(os.environ.get("PAUSE", "0")):
-    index._write = lambda *args, real=index._write: (real(*args), time.sleep(pause))
+    index.write_whole = lambda *args, real=index.write_whole: (real(*args), time.sleep(pause))
 text, output, folder, format = sys.argv[1:]
 job = TextJob(load_tokenizer(folder), dtype="uint16")
 index.index_text([text, text + ".gz"], output, job, format=format, max_bad_fraction=1, commit_bytes=1)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from erniekit.data import cache_versions, text_job
+from erniekit.data import cache_versions, pretrain, text_job
 from erniekit.data.loader import BatchLoader
 from erniekit.data.mmap_files import open_files, write_idx
 from erniekit.data.pretrain import BLOCK, Blend, PretrainData, index_online, open_corpora
@@ -285,6 +285,26 @@ def test_damaged_token_files_in_the_cache_and_those_of_another_version_are_made_
     (other,), (report,) = index_online([path], tokenizer, **options)
     assert not report.from_cache
     assert other.prefix != files.prefix
+
+
+def test_text_that_changes_after_its_digest_is_not_kept_under_it(tmp_path, paddle, monkeypatch):
+    tokenizer, path = load_tokenizer(paddle / "tokenizer"), tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": f"the quiet harbor {i}"}) + "\n" for i in range(40)))
+    real = pretrain.digest_of
+
+    def digest_of(given):
+        digest = real(given)
+        with open(given, "a") as file:
+            file.write(json.dumps({"text": "a river"}) + "\n")
+        return digest
+
+    monkeypatch.setattr(pretrain, "digest_of", digest_of)
+    with pytest.raises(DataError, match="changed while it was read"):
+        index_online([path], tokenizer, cache_dir=tmp_path / "cache", num_proc=1)
+    assert [found.name for found in (tmp_path / "cache").rglob("*") if found.is_file()] == ["text.indexing.lock"]
+    monkeypatch.undo()
+    ((files,), _) = index_online([path], tokenizer, cache_dir=tmp_path / "cache", num_proc=1)
+    assert files.num_documents == 41
 
 
 def test_text_without_a_usable_row_is_named_by_its_file(tmp_path, paddle):

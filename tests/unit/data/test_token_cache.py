@@ -288,6 +288,22 @@ def test_a_file_that_changes_while_it_is_read_is_not_cached(tmp_path, opened, mo
     assert folders(tmp_path) == []
 
 
+def test_a_file_that_changes_while_its_cache_is_locked_is_not_cached_as_it_was(tmp_path, opened, monkeypatch):
+    path = write_jsonl(tmp_path / "a.jsonl", [small_row(i) for i in range(20)])
+    real = token_cache.only_one
+
+    def held(folder):  # another process held it until the file had changed
+        write_jsonl(path, [small_row(i) for i in range(99)])
+        return real(folder)
+
+    monkeypatch.setattr(token_cache, "only_one", held)
+    with pytest.raises(DataError, match="changed while it was read"):
+        opened(path)
+    assert folders(tmp_path) == []
+    monkeypatch.undo()
+    assert len(opened(path)) == 99
+
+
 def test_a_cache_that_cannot_be_written_names_the_way_out(tmp_path, opened):
     path = write_jsonl(tmp_path / "a.jsonl", [small_row(1)])
     (tmp_path / "file").write_text("")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from erniekit.data.storage.base import StoredFile
+from erniekit.data.storage.base import StoredFile, Unchanged
 from erniekit.data.storage.hub import PREFIXES, HubDataset, is_hub_id
 from erniekit.data.storage.local import LocalFile
 from erniekit.data.storage.object_store import ObjectFile
@@ -19,7 +19,17 @@ from erniekit.errors import DataError
 from erniekit.log import warn_once
 from erniekit.printable import HIDDEN
 
-__all__ = ["DatasetFile", "HubDataset", "LocalFile", "StoredFile", "as_place", "is_remote", "listed_files", "located"]
+__all__ = [
+    "DatasetFile",
+    "HubDataset",
+    "LocalFile",
+    "StoredFile",
+    "Unchanged",
+    "as_place",
+    "is_remote",
+    "listed_files",
+    "located",
+]
 
 ROWS, TEXT = (".jsonl", ".json", ".csv", ".tsv", ".parquet"), (".txt",)
 # Written next to rows by other programs; they hold none.

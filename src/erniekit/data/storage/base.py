@@ -7,11 +7,16 @@ import hashlib
 import io
 import json
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, Protocol
 
 from erniekit import heartbeat
+from erniekit.errors import DataError
 
 _READ = 1 << 20
+
+
+class Stamped(Protocol):
+    def stamp(self) -> Any: ...
 
 
 class StoredFile(ABC):
@@ -46,3 +51,17 @@ class StoredFile(ABC):
         """Of the version that the place names, without reading the file."""
         told = json.dumps([str(self), self.stamp()])
         return hashlib.blake2b(told.encode(), digest_size=20).hexdigest()
+
+
+class Unchanged:
+    """A file that has to stay as it is from now until all of it is read. Made before its digest is computed: what is
+    kept under that digest is of that content."""
+
+    def __init__(self, stored: Stamped) -> None:
+        self._stored, self._stamp = stored, stored.stamp()
+
+    def check(self) -> None:
+        if self._stored.stamp() != self._stamp:
+            raise DataError(
+                "dataset changed while it was read", where=str(self._stored), fix="start again once it is whole"
+            )

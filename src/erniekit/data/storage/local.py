@@ -45,8 +45,11 @@ class LocalFile(StoredFile):
         return self.path.stat().st_size
 
     def stamp(self) -> Any:
-        state = self.path.stat()
-        return state.st_size, state.st_mtime_ns
+        try:
+            state = self.path.stat()
+        except OSError:  # opening it says what is wrong
+            return None
+        return state.st_size, state.st_mtime_ns, state.st_ino
 
     def quick_identity(self) -> str:
         """Of its content, of a large file by blocks all over it: a copy elsewhere is the same."""
