@@ -65,7 +65,7 @@ def classes_in(
     """Of all rows that can be read, whole numbers by size, names by the alphabet. formats: one a file, or none."""
     found: set[str] = set()
     for file, format in zip(files, formats or [None] * len(files)):
-        read = reader_of(CLASS_FORMATS, sole_format(CLASS_FORMATS, format))
+        read = reader_of(CLASS_FORMATS, sole_format(CLASS_FORMATS, format), ClassRow)
         for line, raw in rows(file):
             row = parsed(raw, line, file, read, columns)
             if isinstance(row, ClassRow):
@@ -94,7 +94,7 @@ class ClassifyJob(TokeniseJob):
 
     def read(self, raw: Any, line: int) -> Sequence[ClassRow] | RowProblem:
         def one(row: Any) -> list[ClassRow]:
-            made: ClassRow = reader_of(CLASS_FORMATS, self.format)(row)
+            made: ClassRow = reader_of(CLASS_FORMATS, self.format, ClassRow)(row)
             if made.label not in self.classes:
                 known = ", ".join(self.classes[:8]) + (" ..." if len(self.classes) > 8 else "")
                 raise BadRow("unknown_class", f"`label` is {made.label[:60]!r}; the classes are {known}")

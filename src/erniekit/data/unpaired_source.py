@@ -44,7 +44,7 @@ class UnpairedJob(TokeniseJob):
         def rows(row: Any) -> list[Unpaired]:
             if isinstance(row, dict):
                 refuse_media(row)
-            found: list[Unpaired] = reader_of(UNPAIRED_FORMATS, self.format)(row)
+            found: list[Unpaired] = reader_of(UNPAIRED_FORMATS, self.format, Unpaired, True)(row)
             return found
 
         return parsed(raw, line, self.path, rows, self.columns)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from erniekit.errors import ConfigError
 from erniekit.log import is_main_rank, warn
-from erniekit.registry import Registry
+from erniekit.registry import Registry, foreign_code
 from erniekit.track.base import MissingPackage, RunInfo, Tracker, Trackers
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def make_trackers(
     trackers: list[Tracker] = [TRACKERS.get(name)() for name in ALWAYS]
     for name in _selected(report_to):
         try:
-            trackers.append(TRACKERS.get(name)())
+            trackers.append(_made(name))
         except MissingPackage:
             if explicit and "all" not in report_to:
                 raise
@@ -87,6 +87,24 @@ def make_trackers(
     if record is not None:
         trackers.insert(1, record)
     return Trackers([*trackers, *more], info)
+
+
+def _made(name: str) -> Tracker:
+    kind, package = TRACKERS.get(name), TRACKERS.distribution(name)
+    try:
+        made: Tracker = kind()
+    except Exception as error:
+        if not package or isinstance(error, ConfigError):
+            raise
+        code = foreign_code(error)
+        raise ConfigError(
+            f"tracker {name} of the installed package {package} cannot be made: {type(error).__name__}: {error}",
+            where="report_to" + (f", {code.place}" if code else ""),
+            fix=f"update {package.partition(' ')[0]}, or leave {name} out of report_to",
+        ) from error
+    if package and made.name == Tracker.name:
+        made.name = name  # warnings name it
+    return made
 
 
 def _selected(report_to: Sequence[str]) -> list[str]:

@@ -18,6 +18,7 @@ from erniekit.data.formats.columns import Columns, only_mapped
 from erniekit.data.formats.detection import Detected, guessed
 from erniekit.data.formats.fields import BadRow, is_preference, refuse_media, require
 from erniekit.data.formats.files import MAX_ROW_BYTES, TOO_MANY_DIGITS, Raw, decode, rows
+from erniekit.data.formats.returned import unlike
 from erniekit.data.formats.tables import NOT_UTF8, is_table
 from erniekit.data.formats.undetected import NotJson, undetected
 from erniekit.data.preference import Preference
@@ -92,19 +93,23 @@ _LOOK_AT = 50  # rows
 
 
 @functools.cache
-def reader_of(table: Registry, format: str) -> Callable[..., Any]:
-    """A package's reader is another program: whatever it raises is the problem of a row, which is counted and shown."""
+def reader_of(table: Registry, format: str, gives: type, several: bool = False) -> Callable[..., Any]:
+    """Gives one of a class of rows, or several. A package's reader is another program: whatever it raises or gives
+    instead is the problem of a row, which is counted and shown."""
     reader, package = table.get(format), table.distribution(format)
     if not package:
         return reader  # type: ignore[no-any-return]
 
     def read(*row: Any) -> Any:
         try:
-            return reader(*row)
+            found = reader(*row)
         except BadRow:
             raise
         except Exception as error:
             raise BadRow("reader_failed", f"{format} of {package}: {type(error).__name__}: {error}"[:300]) from error
+        if problem := unlike(found, gives, several):
+            raise BadRow("reader_failed", f"{format} of {package}: {problem}"[:300])
+        return found
 
     return read
 
@@ -126,7 +131,7 @@ def parse(
             raise BadRow("preference", "the row holds two answers to compare: preference data needs `stage: DPO`")
         if isinstance(row, dict) and not compat:
             refuse_media(row)
-        found: list[Conversation] = reader_of(FORMATS, format)(row, compat)
+        found: list[Conversation] = reader_of(FORMATS, format, Conversation, True)(row, compat)
         return found
 
     return parsed(raw, line_no, path, conversations, columns)
@@ -142,7 +147,7 @@ def parse_pair(
             require(row, *(("response", "sort") if format == "erniekit" else ("chosen", "rejected")))
         if isinstance(row, dict) and not compat:
             refuse_media(row)
-        found: Preference = reader_of(PREFERENCE_FORMATS, format)(row, compat)
+        found: Preference = reader_of(PREFERENCE_FORMATS, format, Preference)(row, compat)
         return found
 
     return parsed(raw, line_no, path, pair, columns)
@@ -171,7 +176,7 @@ def parsed(raw: Raw, line_no: int, path: str | Path, read: Callable[[Any], T], c
 def read(
     path: str | Path, format: str, compat: bool = False, columns: Columns = ()
 ) -> Iterator[tuple[int, Conversation | RowProblem]]:
-    reader_of(FORMATS, format)  # an unknown name is said before the file is opened
+    FORMATS.get(format)  # an unknown name is said before the file is opened
     for line_no, raw in rows(path):
         found = parse(raw, line_no, path, format, compat, columns)
         if isinstance(found, RowProblem):
