@@ -242,7 +242,7 @@ def wait_for_a_slow_writer(output: str, async_save: bool) -> list[int]:
     return [step for step in (1, 2) if run.saves.published(step)]
 
 
-@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("async_save", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_save_longer_than_the_time_out_breaks_neither_itself_nor_the_next(
     ranks: Ranks, tmp_path: Path, async_save: bool
 ) -> None:

@@ -204,7 +204,7 @@ def test_a_signal_that_comes_while_the_ranks_are_started_lets_them_save(
     assert [(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)] == ["SIGTERM", "SIGTERM"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
 def test_ranks_that_do_not_leave_in_time_are_named_with_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
@@ -231,7 +231,7 @@ def test_asked_twice_ranks_that_do_not_leave_are_not_waited_for_and_not_blamed(
     assert process.said()[1:] == ["stopped by SIGINT without a save", "next: run the same command"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
 def test_a_second_signal_ends_all_at_once_and_says_from_where_the_run_resumes(tmp_path: Path, number: int) -> None:
     (tmp_path / "run" / "checkpoint-40").mkdir(parents=True)
     (tmp_path / "run" / "checkpoint-40" / "MANIFEST.json").write_text("{}")

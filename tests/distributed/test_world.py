@@ -76,7 +76,9 @@ def test_ranks_on_unlike_devices_all_say_so_however_late_one_reads() -> None:
         assert code == 2
 
 
-@pytest.mark.parametrize(("kind", "said"), [("unknown", "chipccl"), ("twice", "'cpu:gloo,cpu:gloo'")])
+@pytest.mark.parametrize(
+    ("kind", "said"), [("unknown", "chipccl"), pytest.param("twice", "'cpu:gloo,cpu:gloo'", marks=pytest.mark.full)]
+)
 def test_a_collective_backend_that_torch_does_not_have_is_refused_on_every_rank(kind: str, said: str) -> None:
     for code, words in start([kind, kind], {1: "reads late"}):
         assert f"error: Chip names the collective backend {said}, which torch " in words
@@ -97,7 +99,9 @@ def test_a_rank_that_loses_the_store_says_that_another_ended_first() -> None:
     assert code == 1
 
 
-@pytest.mark.parametrize("missing", ["RANK", "MASTER_ADDR", "MASTER_PORT"])
+@pytest.mark.parametrize(
+    "missing", ["MASTER_ADDR", *(pytest.param(name, marks=pytest.mark.full) for name in ("RANK", "MASTER_PORT"))]
+)
 def test_a_variable_without_which_ranks_do_not_meet_is_named(missing: str) -> None:
     ranks = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "8080"}
     ranks.pop(missing)

@@ -133,6 +133,7 @@ def test_the_launcher_starts_killed_ranks_again_and_they_resume(server: RankServ
         assert "restart 1 of 1" in ended.said(0)
 
 
+@pytest.mark.full
 def test_a_launcher_that_may_not_restart_says_which_checkpoint_the_same_command_resumes_from(
     server: RankServer,
 ) -> None:

@@ -202,7 +202,7 @@ def test_a_second_signal_ends_streams_in_words_too(folder: Path):
         server.close()
 
 
-@pytest.mark.parametrize("number", [INT, TERM])
+@pytest.mark.parametrize("number", [pytest.param(INT, marks=pytest.mark.full), TERM])
 def test_a_server_asked_to_leave_tells_at_once_what_it_finishes_and_ends_when_asked_again(
     folder: Path, number: signal.Signals
 ):

@@ -173,10 +173,10 @@ def killed_in_step_5(server: RankServer, run: str, **keys: Any) -> Path:
     ("harm", "said"),
     [
         (cut, f"{SECOND} has "),
-        (Path.unlink, f"{SECOND} is missing"),
+        pytest.param(Path.unlink, f"{SECOND} is missing", marks=pytest.mark.full),
         (flip, f"{SECOND} does not match its sha256"),
         (swap, f"{OF_RANK_0} has "),
-        (be_a_folder, f"{SECOND} is not a plain file"),
+        pytest.param(be_a_folder, f"{SECOND} is not a plain file", marks=pytest.mark.full),
         pytest.param(lead_nowhere, f"{SECOND} is not a plain file", marks=pytest.mark.full),
         pytest.param(be_a_pipe, f"{SECOND} is not a plain file", marks=pytest.mark.full),
         pytest.param(be_the_first, f"{SECOND} has ", marks=pytest.mark.full),

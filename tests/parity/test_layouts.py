@@ -224,8 +224,8 @@ def test_a_tied_head_and_adapters_are_too(name: str, lora: bool, ranks: Ranks) -
     check(ranks, LAYOUTS[name], lora=lora, one_place=True)
 
 
-LORA = ("tp2 with sequence parallel", "pp2", "sharding stage 3", "cp2")
-LORA_TOO = ("dp2", "tp2", "sharding stage 1", "tp2 x pp2", "pp2 x dp2")
+LORA = ("tp2 with sequence parallel", "pp2", "sharding stage 3")
+LORA_TOO = ("cp2", "dp2", "tp2", "sharding stage 1", "tp2 x pp2", "pp2 x dp2")
 
 
 @pytest.mark.parametrize("name", [*LORA, *(pytest.param(n, marks=pytest.mark.full) for n in LORA_TOO)])
