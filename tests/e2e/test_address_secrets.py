@@ -35,7 +35,7 @@ class Store(BaseHTTPRequestHandler):
 def store(rows: Path) -> Iterator[tuple[str, type[Store]]]:
     handler = type("OneStore", (Store,), {"content": rows.read_bytes()})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"127.0.0.1:{server.server_port}", handler
         server.shutdown()
 

@@ -68,7 +68,7 @@ def server() -> Iterator[tuple[str, type[Withheld]]]:
     handler = type("OneFile", (Withheld,), {"rest": threading.Event()})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/rows.jsonl", handler
         handler.rest.set()
         server.shutdown()

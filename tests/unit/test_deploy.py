@@ -94,7 +94,7 @@ def test_the_health_check_asks_a_server_at_its_port_and_nothing_else(tmp_path: P
         (check,) = (rest for name, rest in instructions(path) if name == "HEALTHCHECK")
         assert json.loads(check[check.index("CMD ") + 4 :]) == ["python3", "/opt/healthcheck.py"]
     with HTTPServer(("127.0.0.1", 0), Health) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         port = server.server_port
         for status, expected in ((200, True), (503, False)):
             server.status = status  # type: ignore[attr-defined]

@@ -70,7 +70,7 @@ class Site(BaseHTTPRequestHandler):
 def site() -> Iterator[tuple[str, type[Site]]]:
     handler = type("OneSite", (Site,), {"asked": []})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}", handler
         server.shutdown()
 
@@ -353,7 +353,7 @@ class Guarded(BaseHTTPRequestHandler):
 def guarded() -> Iterator[tuple[str, type[Guarded]]]:
     handler = type("OneGuarded", (Guarded,), {"heard": []})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"127.0.0.1:{server.server_port}", handler
         server.shutdown()
 

@@ -48,7 +48,7 @@ def odd(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, type[Odd]]]:
     monkeypatch.setattr(web, "_TRIES", 2)
     handler = type("OneOdd", (Odd,), {})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/rows.jsonl", handler
         server.shutdown()
 
