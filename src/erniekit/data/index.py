@@ -36,8 +36,6 @@ from erniekit.data.index_files import (
     is_plan,
     refuse_foreign,
     remove_work,
-    settle,
-    write_whole,
 )
 from erniekit.data.report import SHOWN, DataReport
 from erniekit.data.row_workers import Rows, in_parallel
@@ -48,6 +46,7 @@ from erniekit.data.tokenise import CHUNK_BYTES, CHUNK_ROWS
 from erniekit.data.types import RowProblem
 from erniekit.errors import ConfigError, DataError
 from erniekit.files import refuse_special
+from erniekit.files.part_file import part_file
 from erniekit.files.unwritable import way_out
 from erniekit.printable import counted
 
@@ -96,7 +95,7 @@ def index_text(
     `identity` identifies the text, as it is since `unchanged`; without it each file's size, date and digest do.
     """
     files = [Path(path).expanduser() for path in paths]
-    unchanged = unchanged or [Unchanged(LocalFile(file)) for file in files]
+    unchanged = unchanged or [Unchanged(stored, stored.stamp()) for stored in map(LocalFile, files)]
     plan = _plan(files, job, format, identity)
     output = Path(output).expanduser()
     made = _made(output, files, format, plan)
@@ -343,13 +342,14 @@ class _IndexRun:
             remove_work(self.work)
             raise
         for file in out.values():
-            settle(file)
+            _settle(file)
         self.state = replace(self.state, bytes_of={name: file.tell() for name, file in out.items()})
         self._keep()
 
     def _keep(self) -> None:
         stored = asdict(self.state) | {"plan": self.plan, "place": list(self.state.place)}
-        write_whole(self.work / STATE, json.dumps(stored).encode())
+        with part_file(self.work / STATE, sync=True) as file:
+            json.dump(stored, file)
 
     def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """Tokens of each sequence, and the document bounds among them."""
@@ -363,11 +363,11 @@ class _IndexRun:
                 mmap_files.write_idx(file, self.dtype, sizes, docs)
             else:
                 mmap_files.write_npz(file, sizes, docs)
-            settle(file)
+            _settle(file)
         if self.format == "npy":
             with open(self.work / TOKENS, "r+b") as file:
                 file.write(mmap_files.npy_head(self.dtype, int(sizes.sum(dtype=np.int64))))
-                settle(file)
+                _settle(file)
         self.state = replace(self.state, finished=True)
         self._keep()
 
@@ -380,14 +380,21 @@ class _IndexRun:
             os.replace(self.work / TOKENS, tokens)
         listed = bad_rows_of(self.output)
         if report.bad:
-            write_whole(listed, (self.work / BAD).read_bytes())
+            with part_file(listed, sync=True) as file:
+                file.write((self.work / BAD).read_text(encoding="utf-8"))
         else:
             listed.unlink(missing_ok=True)
         files = {tokens.name: sealed.record(tokens), index.name: sealed.record(self.work / INDEX)}
         stored = {"plan": self.plan, "report": report.to_dict(), "files": files}
-        write_whole(Path(f"{index}.json"), json.dumps(stored).encode())
+        with part_file(Path(f"{index}.json"), sync=True) as file:
+            json.dump(stored, file)
         sealed.sync(index.parent)
         os.replace(self.work / INDEX, index)
         sealed.sync(index.parent)
         remove_work(self.work)
         return Indexed(str(self.output), report)
+
+
+def _settle(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())

@@ -10,15 +10,16 @@ import json
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from erniekit.data import mmap_files, sealed
 from erniekit.errors import DataError
 from erniekit.files import NotOurs
+from erniekit.files.part_file import part_of
 
 TOKENS, SIZES, SEQUENCES, BAD, INDEX = "tokens", "sizes", "sequences", "bad_rows.jsonl", "index"
 STATE = "state.json"
-_PART = f".{STATE}.part"
+_PART = part_of(Path(STATE)).name
 _WORK_FILES = (TOKENS, SIZES, SEQUENCES, BAD, INDEX, _PART, STATE)
 
 
@@ -88,21 +89,6 @@ def remove_work(work: Path) -> None:
             (work / name).unlink()
     with suppress(OSError):
         work.rmdir()
-
-
-def settle(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Whole or not at all."""
-    temporary = path.with_name(f".{path.name}.part")
-    temporary.unlink(missing_ok=True)
-    with open(temporary, "xb") as file:  # a link of that name is never followed
-        file.write(content)
-        settle(file)
-    os.replace(temporary, path)
 
 
 def _begun(work: Path) -> bool:

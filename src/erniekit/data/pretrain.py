@@ -26,9 +26,8 @@ from erniekit.data.index_files import is_intact, is_published, published_names
 from erniekit.data.mmap_files import SUFFIXES, TokenFiles, find, narrowest, open_files
 from erniekit.data.pack import Members
 from erniekit.data.report import BadRowsFile, DataReport, short
-from erniekit.data.storage import Unchanged, located
 from erniekit.data.text_job import TextJob
-from erniekit.data.token_cache import cores, digest_of
+from erniekit.data.token_cache import cores, identity_of
 from erniekit.data.tokenizer import Tokenizer
 from erniekit.data.types import Pack
 from erniekit.errors import ConfigError, DataError
@@ -296,9 +295,8 @@ def index_online(
     corpora: list[TokenFiles] = []
     reports: list[DataReport] = []
     for path in map(Path, paths):
-        unchanged = Unchanged(located(path))
-        content = digest_of(path)[0]
-        text = [content, tokenizer.fingerprint, json_key, "".join(path.suffixes[-2:]), cache_versions.DOCUMENTS]
+        content = identity_of(path)
+        text = [content.digest, tokenizer.fingerprint, json_key, "".join(path.suffixes[-2:]), cache_versions.DOCUMENTS]
         key = hashlib.blake2b(json.dumps(text).encode(), digest_size=16).hexdigest()
         prefix = Path(cache_dir or default_cache_dir()) / "documents" / key / "text"
         _remove_damaged(prefix)
@@ -308,14 +306,14 @@ def index_online(
             job,
             num_proc=num_proc or cores(),
             max_bad_fraction=1.0,  # checked below, once its bad rows are listed where the run keeps them
-            identity=content,
-            unchanged=[unchanged],
+            identity=content.digest,
+            unchanged=[content.unchanged],
         )
         listed = Path(f"{made.prefix}_{BAD}")
         if bad_rows is not None and bad_rows.is_written:
             _list_bad_rows(listed, str(path), bad_rows.path, append=bool(reports))
         made.report.check(max_bad_fraction, listed if bad_rows is None else bad_rows.path)
-        made.report.from_cache, made.report.content = not made.fresh, content
+        made.report.from_cache, made.report.content = not made.fresh, content.digest
         reports.append(made.report)
         corpora.append(replace(open_files(made.prefix), name=str(path)))
     return corpora, reports

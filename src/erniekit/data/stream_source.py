@@ -191,7 +191,7 @@ class StreamSource:
             path = self.files[number]
             job = self._first if number == 0 else self._job_of(path)
             stored = located(path)
-            unchanged = Unchanged(stored)
+            unchanged = Unchanged(stored, stored.stamp())
             if self._versions and stored.quick_identity() != self._versions[number]:
                 raise DataError("dataset changed since the run began", where=path, fix=_CHANGED_FIX)
             taken, place = (at.taken, at.place) if number == at.file else (0, None)

@@ -26,7 +26,7 @@ from erniekit.data.formats.files import is_array_by_name
 from erniekit.data.preference import PairRules, PairSample
 from erniekit.data.processes import started
 from erniekit.data.report import FAULT, BadRowsFile, DataReport
-from erniekit.data.storage import Unchanged, as_place, located
+from erniekit.data.storage import Identity, as_place, located
 from erniekit.data.thinking import Thinking
 from erniekit.data.tokenise import BAD_ROWS, FORMS, IDS, LABELS, OFFSETS, PAIR_PARTS, ROWS, TokeniseJob, tokenise_file
 from erniekit.data.tokenizer import Tokenizer
@@ -191,13 +191,12 @@ def tokenised(
     append_bad_rows: bool,
 ) -> tuple[Path, DataReport]:
     """The cache folder of a job, filled now or found whole, and its report, within the bound on bad rows."""
-    unchanged = Unchanged(located(job.path))
-    content, lines = digest_of(job.path)
-    folder = Path(cache_dir or default_cache_dir()) / "tokens" / cache_key(job, content)
+    content = identity_of(job.path)
+    folder = Path(cache_dir or default_cache_dir()) / "tokens" / cache_key(job, content.digest)
     report = _opened(folder, job)
     if report is None:
-        report = _build(folder, job, num_proc or cores(), lines, unchanged)
-    report.content = content
+        report = _build(folder, job, num_proc or cores(), content)
+    report.content = content.digest
     if bad_rows is not None and bad_rows.is_written:
         _list_bad_rows(folder, report, bad_rows.path, append_bad_rows)
     report.check(max_bad_fraction, folder / BAD_ROWS if bad_rows is None else bad_rows.path)
@@ -242,8 +241,8 @@ def cores() -> int:
     return min(count, 32)
 
 
-def digest_of(path: str | Path) -> tuple[str, int]:
-    """Of the file's content, and how many lines it has, 0 where that is not known."""
+def identity_of(path: str | Path) -> Identity:
+    """Of the file's content."""
     return located(path).identity()
 
 
@@ -293,13 +292,13 @@ def _opened(folder: Path, job: TokeniseJob) -> DataReport | None:
     return report
 
 
-def _build(folder: Path, job: TokeniseJob, num_proc: int, lines: int, unchanged: Unchanged) -> DataReport:
+def _build(folder: Path, job: TokeniseJob, num_proc: int, content: Identity) -> DataReport:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with only_one(folder) as alone:
             report = _opened(folder, job)  # another process may have been first
             if report is None:
-                report = _write(folder, job, num_proc, lines, unchanged, alone)
+                report = _write(folder, job, num_proc, content, alone)
             return report
     except OSError as error:
         raise DataError(
@@ -309,7 +308,7 @@ def _build(folder: Path, job: TokeniseJob, num_proc: int, lines: int, unchanged:
         ) from error
 
 
-def _write(folder: Path, job: TokeniseJob, num_proc: int, lines: int, unchanged: Unchanged, alone: bool) -> DataReport:
+def _write(folder: Path, job: TokeniseJob, num_proc: int, content: Identity, alone: bool) -> DataReport:
     """Into a folder of its own, renamed when whole: a cache is complete or absent."""
     if alone:  # what a killed run left behind
         for left in folder.parent.glob(f"{folder.name}.tmp-*"):
@@ -318,8 +317,8 @@ def _write(folder: Path, job: TokeniseJob, num_proc: int, lines: int, unchanged:
     temporary.mkdir()
     try:
         began = time.monotonic()
-        report = tokenise_file(job, temporary, num_proc, lines or None)
-        unchanged.check()
+        report = tokenise_file(job, temporary, num_proc, content.lines or None)
+        content.unchanged.check()
         report.seconds = round(time.monotonic() - began, 2)
         files = sealed.records(temporary)
         (temporary / REPORT).write_text(json.dumps({"files": files, "report": report.to_dict()}), encoding="utf-8")

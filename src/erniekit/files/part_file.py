@@ -1,6 +1,6 @@
 """A file that is whole or absent: written beside its place, then renamed.
 
-Used by track/atomic.py and data/stream_store.py.
+Used by track/atomic.py, data/stream_store.py, data/index.py and export/run.py.
 """
 
 from __future__ import annotations

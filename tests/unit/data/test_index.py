@@ -220,7 +220,7 @@ from erniekit.data.text_job import TextJob
 from erniekit.data.tokenizer import load_tokenizer
 index.CHUNK_ROWS = 20
 if pause := float(os.environ.get("PAUSE", "0")):
-    index.write_whole = lambda *args, real=index.write_whole: (real(*args), time.sleep(pause))
+    index._IndexRun._keep = lambda run, real=index._IndexRun._keep: (real(run), time.sleep(pause))
 text, output, folder, format = sys.argv[1:]
 job = TextJob(load_tokenizer(folder), dtype="uint16")
 index.index_text([text, text + ".gz"], output, job, format=format, max_bad_fraction=1, commit_bytes=1)

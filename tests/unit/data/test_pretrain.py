@@ -290,15 +290,15 @@ def test_damaged_token_files_in_the_cache_and_those_of_another_version_are_made_
 def test_text_that_changes_after_its_digest_is_not_kept_under_it(tmp_path, paddle, monkeypatch):
     tokenizer, path = load_tokenizer(paddle / "tokenizer"), tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": f"the quiet harbor {i}"}) + "\n" for i in range(40)))
-    real = pretrain.digest_of
+    real = pretrain.identity_of
 
-    def digest_of(given):
-        digest = real(given)
+    def identity_of(given):
+        content = real(given)
         with open(given, "a") as file:
             file.write(json.dumps({"text": "a river"}) + "\n")
-        return digest
+        return content
 
-    monkeypatch.setattr(pretrain, "digest_of", digest_of)
+    monkeypatch.setattr(pretrain, "identity_of", identity_of)
     with pytest.raises(DataError, match="changed while it was read"):
         index_online([path], tokenizer, cache_dir=tmp_path / "cache", num_proc=1)
     assert [found.name for found in (tmp_path / "cache").rglob("*") if found.is_file()] == ["text.indexing.lock"]

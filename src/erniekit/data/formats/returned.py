@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
+from erniekit.data.formats.message import ROLES
 from erniekit.data.types import ChatMessage
 
-ROLES = ("system", "user", "assistant", "tool")
+_ROLES = tuple(dict.fromkeys(ROLES.values()))
 _MESSAGES = ("messages", "prompt", "chosen", "rejected", "answer")
 
 
@@ -52,8 +53,8 @@ def _problem(name: str, value: Any) -> str:
 def _of_message(message: Any, name: str) -> str:
     if not isinstance(message, ChatMessage):
         return f"{_kind(message)} in `{name}`, not a ChatMessage"
-    if message.role not in ROLES:
-        return f"a message of role {message.role!r}; roles are {', '.join(ROLES)}"
+    if message.role not in _ROLES:
+        return f"a message of role {message.role!r}; roles are {', '.join(_ROLES)}"
     for field, text in (("content", message.content), ("thought", message.thought)):
         if not isinstance(text, str):
             return f"a message whose `{field}` is {_kind(text)}, not text"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from erniekit.data.storage.base import StoredFile, Unchanged
+from erniekit.data.storage.base import Identity, StoredFile, Unchanged
 from erniekit.data.storage.hub import PREFIXES, HubDataset, is_hub_id
 from erniekit.data.storage.local import LocalFile
 from erniekit.data.storage.object_store import ObjectFile
@@ -22,6 +22,7 @@ from erniekit.printable import HIDDEN
 __all__ = [
     "DatasetFile",
     "HubDataset",
+    "Identity",
     "LocalFile",
     "StoredFile",
     "Unchanged",

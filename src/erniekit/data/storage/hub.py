@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
+from erniekit.data.storage.base import Identity, Unchanged
 from erniekit.data.types import UNREADABLE, RowProblem
 from erniekit.errors import DataError
 from erniekit.extras import install_command
@@ -66,21 +67,22 @@ class HubDataset:
             told = f"the dataset cannot be read further: {type(error).__name__}: {error}"
             yield number + 1, RowProblem(self.word, number + 1, UNREADABLE, told)
 
-    def identity(self) -> tuple[str, int]:
+    def identity(self) -> Identity:
+        digest = self.quick_identity()
+        return Identity(digest, 0, Unchanged(self, digest))
+
+    def quick_identity(self) -> str:
         """Of the revision on the hub, or of the files of a folder."""
         builder, split = self._opened(), self._split()
         files = builder.config.data_files
         of_split = (files or {}).get(split)
         origin = getattr(of_split, "origin_metadata", None)
         told = [self.id, split, builder.config.name, builder.hash, origin and [list(map(str, one)) for one in origin]]
-        return hashlib.blake2b(json.dumps(told).encode(), digest_size=20).hexdigest(), 0
-
-    def quick_identity(self) -> str:
-        return self.identity()[0]
+        return hashlib.blake2b(json.dumps(told).encode(), digest_size=20).hexdigest()
 
     def stamp(self) -> Any:
         self._builder = None
-        return self.identity()
+        return self.quick_identity()
 
     def _split(self) -> str:
         builder = self._opened()

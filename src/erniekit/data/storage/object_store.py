@@ -7,7 +7,7 @@ import io
 import json
 from typing import Any
 
-from erniekit.data.storage.base import StoredFile
+from erniekit.data.storage.base import Identity, StoredFile, Unchanged
 from erniekit.errors import DataError
 from erniekit.extras import install_command
 from erniekit.printable import public
@@ -63,12 +63,13 @@ class ObjectFile(StoredFile):
         self.names_version = bool(versions)
         return [str(info.get("size")), *versions]
 
-    def identity(self) -> tuple[str, int]:
+    def identity(self) -> Identity:
         """By address and version where the store names one; else by content, which reads all of it once more."""
         stamp = self.stamp()
         if len(stamp) < 2:
-            return super().identity()
-        return hashlib.blake2b(json.dumps([public(self.url), stamp]).encode(), digest_size=20).hexdigest(), 0
+            return self.identity_by_content(stamp)
+        told = json.dumps([public(self.url), stamp])
+        return Identity(hashlib.blake2b(told.encode(), digest_size=20).hexdigest(), 0, Unchanged(self, stamp))
 
     def listed(self) -> list[str]:
         """The files below it, where it is a folder or a pattern, in the order of their names."""

@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from erniekit import heartbeat
-from erniekit.data.storage.base import StoredFile
+from erniekit.data.storage.base import Identity, StoredFile, Unchanged
 from erniekit.errors import DataError
 from erniekit.printable import public
 
@@ -55,13 +55,13 @@ class WebFile(StoredFile):
         self.names_version = bool(tag or modified)
         return tag, modified, headers.get("Content-Length")
 
-    def identity(self) -> tuple[str, int]:
+    def identity(self) -> Identity:
         """By address and version where the server names one; else by content, which reads all of it once more."""
-        tag, modified, size = self.stamp()
+        tag, modified, size = stamp = self.stamp()
         if not tag and not modified:
-            return super().identity()
+            return self.identity_by_content(stamp)
         told = f"{public(self.url)}\n{tag}\n{modified}\n{size}"
-        return hashlib.blake2b(told.encode(), digest_size=20).hexdigest(), 0
+        return Identity(hashlib.blake2b(told.encode(), digest_size=20).hexdigest(), 0, Unchanged(self, stamp))
 
     def version(self) -> str | None:
         """For If-Range: a file that was replaced is not continued in its middle."""

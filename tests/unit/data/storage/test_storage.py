@@ -25,7 +25,7 @@ ROWS = [{"src": [f"question {n} of many"], "tgt": [f"answer {n}"]} for n in rang
 class Site(BaseHTTPRequestHandler):
     """One file, with versions and ranges; every connection ends after `most` bytes."""
 
-    content, most, tag, asked = b"", 1 << 30, '"1"', []
+    content, most, tag, asked, heads = b"", 1 << 30, '"1"', [], 0
     part = length = ""  # headers that are not true
     for_get_alone, ranges = False, True
 
@@ -42,6 +42,7 @@ class Site(BaseHTTPRequestHandler):
         self.end_headers()
 
     def do_HEAD(self) -> None:
+        type(self).heads += 1
         if self.for_get_alone:
             self.send_error(403)
             return
@@ -136,8 +137,10 @@ def test_the_second_opening_reads_the_cache_and_another_version_does_not(site, l
     handler.tag = '"1"'
     no_tokenising()
     handler.asked.clear()
+    handler.heads = 0
     assert opened(url).fingerprint == first.fingerprint
     assert handler.asked == [0]  # its first rows, for the format
+    assert handler.heads == 2  # before those rows, and for the version
 
 
 def test_a_server_that_names_no_version_is_compared_by_content(site, local, opened) -> None:
