@@ -91,6 +91,12 @@ def error_text(error: BaseException) -> str:
     return "" if _CODE.search(message) else plain(message, _LONGEST_MESSAGE)
 
 
+def error_line(error: BaseException, most: int = 300) -> str:
+    """The class of another program's error and the first line of its message, of which `most` characters."""
+    message = (str(error).strip().splitlines() or [""])[0][:most]
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
 def fault_of(error: BaseException) -> str:
     """Of our own code, for a report: the same each time it is met."""
     return plain(re.sub(r" at 0x[0-9a-fA-F]+", "", f"a fault of erniekit: {type(error).__name__}: {error}"))

@@ -12,13 +12,12 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from erniekit.errors import DeviceError
-from erniekit.log import warn
+from erniekit.log import warn_once
 
 GIB = 1024**3
 # Capabilities (erniekit/capabilities.py) that a class attribute claims; the others are claimed by every accelerator.
@@ -59,15 +58,6 @@ class HostEvent:
 
     def elapsed_time(self, end_event: HostEvent) -> float:
         return (end_event.at - self.at) * 1e3
-
-
-@cache
-def _say_guess(kind: str, name: str, total: int) -> None:
-    """Once a process."""
-    warn(
-        f"{name}: its free memory is not known ({kind} has no free_memory()): half of {total / GIB:.1f} GiB is taken "
-        "for free; gpu_memory_utilization, max_model_len and max_num_seqs make a cache smaller"
-    )
 
 
 @dataclass(frozen=True)
@@ -188,8 +178,12 @@ class Device:
                 where=f"{kind}.free_memory(), {kind}.total_memory",
                 fix="device=cpu; to have it on that device, free_memory() has to be written (docs/adding-a-device.md)",
             )
-        _say_guess(kind, self.name, self.total_memory)
-        return min(self.total_memory // 2, max(0, self.total_memory - self.reserved())), self.total_memory
+        total = self.total_memory
+        warn_once(
+            f"{self.name}: its free memory is not known ({kind} has no free_memory()): half of {total / GIB:.1f} GiB "
+            "is taken for free; gpu_memory_utilization, max_model_len and max_num_seqs make a cache smaller"
+        )
+        return min(total // 2, max(0, total - self.reserved())), total
 
     def usable_memory(self, share: float) -> int:
         """What a cache may take, where `share` of all memory may be used by everything together."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from erniekit.errors import DeviceError, ErnieKitError
 from erniekit.log import warn
+from erniekit.printable import error_line
 from erniekit.registry import foreign_code, note_foreign
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ OTHERS = "ERNIEKIT_DEVICES"  # names devices of other packages; a variable, beca
 OURS = "erniekit.devices"
 PAGE = "docs/adding-a-device.md"
 FUNCTIONS = ("present", "count", "make")
-LONGEST_REASON = 300
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,11 @@ class DeviceEntry:
                 named = f"no device can be read from {self.module!r}: {error}"
                 fix = f"word=module with commas between; check {OTHERS} and PYTHONPATH"
                 raise DeviceError(named, where=OTHERS, fix=fix) from error
-            raise self._error(f"does not load: {_told(error)}", error) from error
+            raise self._error(f"does not load: {error_line(error)}", error) from error
         except (Exception, SystemExit) as error:  # it is another program: anything may come out of it
             if self.ours:
                 raise
-            raise self._error(f"does not load: {_told(error)}", error) from error
+            raise self._error(f"does not load: {error_line(error)}", error) from error
         if missing := [f"{name}()" for name in FUNCTIONS if not callable(getattr(found, name, None))]:
             raise self._error(f"cannot be used: its file has no function {', no '.join(missing)}")
         return found
@@ -83,8 +83,8 @@ class DeviceEntry:
         return bool(self._ask("present"))
 
     def present_or_left_out(self) -> bool:
-        """Of an installed package that is broken: no, after one line that names it. `auto` asks so: what somebody
-        installed may not stop runs that do not name it."""
+        """As `present`; a device of an installed package that raises counts as absent, after a warning that names the
+        package. For `device: auto`: a broken plug-in must not stop a run that does not use it."""
         try:
             return self.present()
         except ErnieKitError as error:
@@ -119,7 +119,7 @@ class DeviceEntry:
             try:
                 first_tensor(made, count)
             except (Exception, SystemExit) as error:
-                what = f"cannot be used: torch puts no tensor on {made.type!r}: {_told(error)}"
+                what = f"cannot be used: torch puts no tensor on {made.type!r}: {error_line(error)}"
                 fix = f"import what brings {made.type!r} to torch in present() and make()"
                 raise self._error(what, error, fix) from error
         return made, count
@@ -135,7 +135,9 @@ class DeviceEntry:
         except ErnieKitError as error:
             return [Finding(False, error.what, error.fix)]
         except TypeError as error:
-            return [Finding(False, f"findings() gave no list of Finding: {_told(error)}", f"{PAGE} says what it gives")]
+            return [
+                Finding(False, f"findings() gave no list of Finding: {error_line(error)}", f"{PAGE} says what it gives")
+            ]
 
     def _ask(self, function: str) -> Any:
         module = self.load()
@@ -148,7 +150,7 @@ class DeviceEntry:
                 raise
             useless = "cannot be used" if function in FUNCTIONS else "cannot be looked at"
             fix = f"correct what it names, or that file: {PAGE} says what it has"
-            raise self._error(f"{useless}: its {function}() raised {_told(error)}", error, fix) from error
+            raise self._error(f"{useless}: its {function}() raised {error_line(error)}", error, fix) from error
 
     def _error(self, problem: str, error: BaseException | None = None, fix: str = "") -> DeviceError:
         """problem: what follows behind its name. error: what its code raised, for the line."""
@@ -183,12 +185,6 @@ class DeviceEntry:
             given = [name for name in self.variables[1:] if name in env]
             return dict.fromkeys([*self.variables[:1], *given], ",".join(chosen))
         return {name: "".join(env[name].split()) for name in self.variables if name in env}
-
-
-def _told(error: BaseException) -> str:
-    """Its class and the first line of its message."""
-    message = (str(error).strip().splitlines() or [""])[0][:LONGEST_REASON]
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def others(text: str) -> dict[str, DeviceEntry]:

@@ -19,6 +19,7 @@ from erniekit import capabilities
 from erniekit.devices.base import CLAIMED_BY, Device
 from erniekit.devices.promises import bind_early
 from erniekit.log import emit
+from erniekit.printable import error_line
 
 WITHOUT = "ERNIEKIT_WITHOUT"
 ROWS, WIDTH = 32, 64  # of the products that are tried: tiles of every card's kernels fit
@@ -66,8 +67,7 @@ def try_one(name: str, device: Device) -> str | None:
         right = PROBES[name](device)
         device.synchronise()
     except Exception as error:
-        message = (str(error).strip().splitlines() or [""])[0][:LONGEST_REASON]
-        return f"{type(error).__name__}: {message}" if message else type(error).__name__
+        return error_line(error, LONGEST_REASON)
     return None if right else "its result is wrong"
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from erniekit.errors import ConfigError
 from erniekit.log import is_main_rank, warn
+from erniekit.printable import error_line
 from erniekit.registry import Registry, foreign_code
 from erniekit.track.base import MissingPackage, RunInfo, Tracker, Trackers
 
@@ -98,7 +99,7 @@ def _made(name: str) -> Tracker:
             raise
         code = foreign_code(error)
         raise ConfigError(
-            f"tracker {name} of the installed package {package} cannot be made: {type(error).__name__}: {error}",
+            f"tracker {name} of the installed package {package} cannot be made: {error_line(error)}",
             where="report_to" + (f", {code.place}" if code else ""),
             fix=f"update {package.partition(' ')[0]}, or leave {name} out of report_to",
         ) from error
