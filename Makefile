@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
 OURS := $(VENV)/.made-by-make
-# pip compiles to bytecode on one core, more than half of its time; COMPILE does on all of them.
+# pip compiles to bytecode on one core, more than half of its time; COMPILE does on all of them. Some packages hold files
+# for other versions of Python, which do not compile.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 COMPILE := $(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
-.PHONY: demo bench wheel docs test test-full lint types clean
+.PHONY: demo bench wheel docs test bytecode test-full lint types clean
 
 demo: $(RUNS)
 	$(BIN)/erniekit demo
@@ -30,10 +31,16 @@ docs: $(RUNS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # Hundreds of tests start processes: without bytecode each would compile all of erniekit again, a second of processor.
-TEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist loadgroup
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
+TEST := $(PYTEST) -n 2 --dist loadgroup
+USUAL := -m "not full and not cuda"
 
 test: lint types
-	$(TEST) -m "not full and not cuda"
+	$(TEST) $(USUAL)
+
+# What each of pytest's workers would compile on its own; CI runs it beside the type checker, which has one core.
+bytecode: $(READY)
+	$(PYTEST) --collect-only -q $(USUAL) >/dev/null
 
 # Heavier sizes of the fault tests (their results: docs/faults.md), every command of the docs, and GGUF files in
 # llama.cpp: the first run builds it (cmake, a C++ compiler, some minutes) into build/llama-cpp.
