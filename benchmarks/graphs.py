@@ -74,6 +74,8 @@ def pairs(folder: Path) -> None:
         rows = Rows(1, length, pairs=count, answer=answer)
         keys = {"stage": "DPO", "max_prompt_len": length // count}
         compared(folder, f"0.3B, {count} pairs", dict(ERNIE_03B), rows, compiled=(False, True), **keys)
+    rows, keys = Rows(1, 2048, pairs=2, answer=256), {**LORA, "stage": "DPO", "max_prompt_len": 1024}
+    compared(folder, "0.3B, LoRA, 2 pairs", dict(ERNIE_03B), rows, compiled=(False, True), **keys)
 
 
 TABLES: dict[str, Callable[[Path], None]] = {"experts": experts, "dense": dense, "pairs": pairs}

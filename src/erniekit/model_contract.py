@@ -269,6 +269,14 @@ def row_functions(module: nn.Module) -> tuple[str, ...]:
     return found
 
 
+def keep_kernels(module: nn.Module) -> None:
+    """`keeps_kernel`: of modules inside, whether a compiled layer calls their own kernel. Else the compiler makes one,
+    whose sums have an order of their own in each program."""
+    for each in module.modules():
+        if hasattr(each, "keeps_kernel"):
+            each.keeps_kernel = True
+
+
 def choose_kernels(model: nn.Module, device: torch.device) -> None:
     """`choose_kernels`: what a module decides once adapters are in and weights are cut."""
     for module in list(model.modules()):

@@ -183,13 +183,14 @@ def test_joined_rows_are_packs_of_one_shape_for_compiled_layers_and_graphs(tmp_p
         assert abs(norm - other_norm) < 2e-2 * norm, found
 
 
-def test_pairs_whose_answers_share_a_prompt_are_replayed_where_that_is_requested(tmp_path: Path) -> None:
+@pytest.mark.parametrize("adapters", [{}, LORA], ids=["full", "lora"])
+def test_pairs_whose_answers_share_a_prompt_are_replayed(adapters: dict, tmp_path: Path) -> None:
     """DPO's policy; its reference has no gradients and is launched."""
     rows = Rows(1, LENGTH, pairs=2, answer=128)
     steps = [[data.batch] for data in make_steps(rows, 8192, 6, 0)]
     found = {}
     for graph in (False, True):
-        runner = ours(tmp_path, graph, SMALL, rows, stage="DPO", max_prompt_len=512)
+        runner = ours(tmp_path, graph, SMALL, rows, **adapters, stage="DPO", max_prompt_len=512)
         found[graph] = losses(runner, steps)
         assert len(getattr(runner.built.engine.model.run_layers, "recorded", ())) == (1 if graph else 0)
     assert found[True][0][0] == pytest.approx(math.log(2), abs=1e-3)

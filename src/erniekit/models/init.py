@@ -21,11 +21,15 @@ def initial_value(
     """
     device = device or torch.device("cpu")
     if len(shape) >= 2 and not name.endswith("bias"):
-        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        return torch.empty(shape, dtype=torch.float32, device=device).normal_(0.0, std, generator=generator)
+        drawn = torch.empty(shape, dtype=torch.float32, device=device)
+        return drawn.normal_(0.0, std, generator=generator_of(name, seed, device))
     make = torch.zeros if name.endswith("bias") else torch.ones
     return make(shape, device=device)
+
+
+def generator_of(name: str, seed: int, device: torch.device) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from erniekit.log import emit
 from erniekit.lora.adapter import Adapter
 from erniekit.lora.frozen_base import store_frozen
 from erniekit.lora.inject import inject
+from erniekit.model_contract import keep_kernels
 from erniekit.models.family_check import check_names
 from erniekit.parallel.apply import SpreadOptions, parallelise
 from erniekit.parallel.expert import dispatch_of
@@ -63,6 +64,8 @@ def build(plan: RunPlan, stage: TrainingStage, base_digest: str = "", fill: weig
             widths = f"{cfg.lora.frozen_base} does not take their widths"
             emit(f"note     frozen_base: {left[0]} and {len(left) - 1} more stay as they are ({widths})")
     fp8_training.install(cfg, model, sharding)
+    if stage.compares(cfg) and folder.config.moe is not None:
+        keep_kernels(model)  # a router chooses other experts for a policy than for its reference by a few last bits
     fill = fill or _values(plan, whole, sharding, start, dtypes)
     names = (*stage.metric_names(cfg), *expert_settings.metric_names(cfg, folder.config))
     step_metrics = StepMetrics(names, device.handle) if names else None

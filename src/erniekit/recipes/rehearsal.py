@@ -23,6 +23,7 @@ from erniekit.devices.base import Device
 from erniekit.errors import PlanError
 from erniekit.lora.adapters_off import adapters_off
 from erniekit.models import MODELS, score_head
+from erniekit.models.init import generator_of
 from erniekit.parallel.layout import Layout
 from erniekit.parallel.memory import give_memory
 from erniekit.parallel.mesh import World
@@ -222,8 +223,11 @@ def prepare_other_models(built: Built, stage: TrainingStage) -> Prepare | None:
 
 
 def without_values(name: str, piece: torch.Tensor) -> None:
-    """Weights that need none: small ones, so that a real step stays finite."""
-    piece.fill_(1.0) if "norm" in name else piece.normal_(0, 0.02)
+    """Weights that need none: small ones, so that a real step stays finite. A tensor that every rank has whole is the
+    same on all of them: routers then choose alike, and what ranks compute adds up to what one would."""
+    drawn = type(piece) in (torch.Tensor, torch.nn.Parameter) and not piece.is_meta  # else it is only a shape
+    generator = generator_of(name, 0, piece.device) if drawn else None
+    piece.fill_(1.0) if "norm" in name else piece.normal_(0, 0.02, generator=generator)
 
 
 def one_step(ready: Ready, micro_batches: int) -> None:

@@ -13,7 +13,7 @@ from erniekit.log import emit
 from erniekit.recipes import stage_of
 from erniekit.recipes.datasets import TrainData, usual_tokens
 from erniekit.recipes.run_plan import RunPlan
-from erniekit.recipes.speed_decisions import REPLAYED_STAGES, collectives_inside, launches_show, why_rows_stay
+from erniekit.recipes.speed_decisions import REPLAYED_STAGES, collectives_inside, why_rows_stay, worth_replaying
 
 SHORT = 0.5  # of max_seq_len: rows below it leave more than half of a sequence's work undone when packed
 PACKED = "packing: True (other samples then share a step)"
@@ -91,7 +91,7 @@ def _launches(plan: RunPlan, data: TrainData) -> Iterator[Slowdown]:
         key = "update_in_backward: False"
     else:
         return
-    if launches_show(cfg, plan.device, model, usual_tokens(plan, data)):
+    if worth_replaying(cfg, plan.device, model, usual_tokens(plan, data)):
         yield Slowdown("the host launches kernels more slowly than the device runs them", key)
 
 

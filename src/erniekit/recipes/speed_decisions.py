@@ -34,7 +34,7 @@ from erniekit.recipes.memory_decisions import (
     trained_share,
     vision_bytes,
 )
-from erniekit.recipes.other_models import other_model_bytes
+from erniekit.recipes.other_models import forwards, other_model_bytes
 from erniekit.registry import nearest
 
 USUAL_MFU = 0.4
@@ -48,8 +48,7 @@ TWO_BANKS_LAUNCHES = 13e-3  # of one with a bank for text and one for pictures
 WORTH_COMPILING = 900.0
 FILLED = 0.99  # of compiled rows that are padded further it is faster to leave both the padding and the compiler
 SHORT_RUN = "a run of minutes ends sooner without it; compile: True makes steps 0 to 3 % faster"
-REPLAYED_STAGES = ("SFT", "PT", "VL-SFT")
-REPLAYED_ON_REQUEST = ("DPO",)  # the policy's passes; not run on a card yet
+REPLAYED_STAGES = ("SFT", "PT", "VL-SFT", "DPO")  # of DPO the policy's passes
 MANY_LENGTHS = "rows of many lengths; length_buckets: auto makes them few, packing: True of one"
 
 
@@ -214,9 +213,11 @@ def _graph(cfg: RunConfig, device: Device, world: World, model: DecoderConfig, t
         why_not = "layers are computed again in the backward pass"
     elif model.moe is not None and (model.hidden_size % ALIGNED or model.moe.width % ALIGNED):
         why_not = "the host waits for the routing: no grouped product takes experts of these widths"
-    elif cfg.train.stage not in REPLAYED_STAGES and not (requested and cfg.train.stage in REPLAYED_ON_REQUEST):
+    elif cfg.train.stage not in REPLAYED_STAGES:
         why_not = f"not with stage: {cfg.train.stage}"
-    elif requested is None and not launches_show(cfg, device, model, tokens):
+    elif requested is None and cfg.train.stage == "DPO" and model.moe is not None:
+        why_not = "of DPO with experts only with cuda_graph: True"
+    elif requested is None and not worth_replaying(cfg, device, model, tokens):
         why_not = "the device needs longer for a micro-batch than the host for its launches"
     if requested is None:
         reason = why_not or "a micro-batch takes the host longer than the device; write cuda_graph: False to leave it"
@@ -245,6 +246,15 @@ def collectives_inside(layout: Layout) -> str | None:
     return None
 
 
+def worth_replaying(cfg: RunConfig, device: Device, model: DecoderConfig, tokens: float) -> bool:
+    """tokens: of a micro-batch. Replayed packs of pairs are attended to with room for documents as long as the pack,
+    which takes 7 % longer: worth it only where compiled layers would wait for the host (27 for 45 ms at 1K, 24 for 50
+    at 2K, 73 for 68 at 8K: 0.3B, one H200)."""
+    if cfg.train.stage == "DPO" and _micro_batch_seconds(cfg, device, model, tokens) > LAUNCHES * model.num_layers:
+        return False
+    return launches_show(cfg, device, model, tokens)
+
+
 def launches_show(cfg: RunConfig, device: Device, model: DecoderConfig, tokens: float) -> bool:
     """tokens: of a micro-batch."""
     if model.moe is None:
@@ -256,10 +266,10 @@ def launches_show(cfg: RunConfig, device: Device, model: DecoderConfig, tokens: 
 
 
 def _micro_batch_seconds(cfg: RunConfig, device: Device, model: DecoderConfig, tokens: float) -> float:
-    """On the device, about; infinite where its speed is not known."""
+    """On the device, about, with the passes of a live reference; infinite where its speed is not known."""
     peak = max(device.peak_flops.values(), default=0.0)
     # Of experts a token meets few, and frozen ones have no gradient.
-    work = token_flops(model, model.moe is not None and cfg.lora.lora)
+    work = token_flops(model, model.moe is not None and cfg.lora.lora) * (1 + forwards(cfg) / 3)
     return work * tokens / (USUAL_MFU * peak) if peak else float("inf")
 
 

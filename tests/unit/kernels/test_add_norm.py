@@ -74,6 +74,37 @@ def test_autograd_takes_the_kernels_gradients_to_all_three(monkeypatch: pytest.M
         torch.testing.assert_close(mine, theirs, atol=0.06, rtol=0.02)  # the definition rounds between steps
 
 
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_compiled_layer_may_have_the_kernel_itself(
+    monkeypatch: pytest.MonkeyPatch, adds: bool, trained: bool
+) -> None:
+    """With its gradients, and with the bits that it gives without."""
+    monkeypatch.setattr("erniekit.kernels.add_norm.runs_triton", lambda tensor: True)
+    torch.manual_seed(6)
+    drawn = [torch.randn(2, 3, 64).bfloat16() for _ in range(2)]
+    weight = torch.randn(64).bfloat16().requires_grad_(trained)
+    of_total, of_normed = torch.randn(2, 3, 64).bfloat16(), torch.randn(2, 3, 64).bfloat16()
+
+    def function(x: torch.Tensor, added: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return add_norm(x * 1, added * 1 if adds else None, weight, 1e-5, as_op=True)
+
+    compiled, found = torch.compile(function, fullgraph=True, backend="aot_eager"), []
+    for each in (function, compiled):
+        weight.grad = None
+        x, added = (tensor.clone().requires_grad_() for tensor in drawn)
+        both = each(x, added)
+        with torch.no_grad():
+            assert all(map(torch.equal, each(x, added), both))
+        torch.autograd.backward(both, [of_total, of_normed])
+        found.append([*both, x.grad, *([added.grad] if adds else []), *([weight.grad] if trained else [])])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=0.02, rtol=0.01)  # without a sum two gradients are added apart
+    assert all(map(torch.equal, found[0][:2], found[1][:2]))
+    inputs = [drawn[0], *([drawn[1]] if adds else []), weight, 1e-5]
+    torch.library.opcheck(getattr(torch.ops.erniekit, "add_norm" if adds else "norm"), tuple(inputs))
+
+
 def test_a_weight_in_fp32_beside_16_bit_rows_is_multiplied_as_defined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("erniekit.kernels.add_norm.runs_triton", lambda tensor: True)
     x, weight = torch.randn(2, 32).bfloat16().requires_grad_(), torch.randn(32)

@@ -251,15 +251,21 @@ def test_rows_of_many_lengths_are_replayed_only_where_they_are_filled_up(
     assert (cfg.model.compile, cfg.model.cuda_graph) == want
 
 
-def test_a_policys_passes_are_replayed_only_on_request() -> None:
+def test_a_policys_short_passes_are_replayed_and_those_with_experts_on_request() -> None:
     pytest.importorskip("triton", reason="the dev extra installs it on Linux")
-    usual = ["batch_size=1", "max_seq_len=2048", "packing=True", "compute_type=bf16"]
-    for stage, word, want in (
-        ("DPO", [], False),
-        ("DPO", ["cuda_graph=True"], True),
-        ("KTO", ["cuda_graph=True"], False),
+    usual = ["batch_size=1", "packing=True", "compute_type=bf16", "max_steps=100"]
+    for model, length, words, want in (
+        (SMALL, 2048, ["stage=DPO"], (False, True)),
+        (SMALL, 2048, ["stage=DPO", "fine_tuning=LoRA"], (False, True)),
+        (SMALL, 8192, ["stage=DPO"], (True, False)),  # compiled ones do not wait for the host, and are faster
+        (SMALL, 8192, ["stage=DPO", "cuda_graph=True"], (False, True)),
+        (SMALL, 16384, ["stage=DPO", "fine_tuning=Full"], (False, False)),  # nor those as they are written
+        (SMALL, 2048, ["stage=KTO"], (True, False)),
+        (LARGE, 2048, ["stage=DPO", "fine_tuning=LoRA"], (True, False)),
+        (LARGE, 2048, ["stage=DPO", "fine_tuning=LoRA", "cuda_graph=True"], (False, True)),
     ):
-        assert settled(*usual, f"stage={stage}", *word).model.cuda_graph is want, (stage, word)
+        cfg = settled(*usual, f"max_seq_len={length}", *words, model=model)
+        assert (cfg.model.compile, cfg.model.cuda_graph) == want, (length, words)
 
 
 WISHES = [

@@ -10,6 +10,8 @@ from erniekit.models.layers.linear import is_watched
 
 
 class RMSNorm(nn.Module):
+    keeps_kernel = False  # in compiled layers, too
+
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
@@ -22,7 +24,9 @@ class RMSNorm(nn.Module):
         """x + added, and its norm; added None: of x. In wider formats as defined, so that training and evaluation have
         the same bits there too."""
         alike = in_16_bits(x, self.weight) and (added is None or added.dtype == x.dtype)
-        return (add_norm if alike else reference)(x, added, self.weight, self.eps)
+        if not alike:
+            return reference(x, added, self.weight, self.eps)
+        return add_norm(x, added, self.weight, self.eps, self.keeps_kernel)
 
 
 def norm_of_sum(
