@@ -103,7 +103,7 @@ def _computed(
             waiting = max(waiting, times * layer.waiting)
         if job.forwards:
             f += job.forwards * sum(kinds[sparse[n]].forward for n in held)
-            host += job.forwards * sum(kinds[sparse[n]].host for n in held) / 3
+            host += job.forwards * sum(kinds[sparse[n]].reference for n in held)
         if number == len(stages) - 1:
             f += timing.head_time(job, layout, tokens, rates)[0] * (1 + job.forwards / 3)
             teacher, launches = timing.teacher_time(job, layout, tokens, rates, links)

@@ -41,6 +41,7 @@ SAME_INPUTS = ("k_proj", "v_proj", "up_proj")  # as the product before: rounded 
 ROUNDED_BYTES = 3  # read and written to round a number of a row to fp8
 UPDATE_8BIT = 0.5  # of the rate of other updates: with 8-bit moments arithmetic is the limit, not memory
 LOW_RANK = 1.2  # a linear with adapters, over the same without
+AS_WRITTEN = 1.75  # launches of a dense layer that is not compiled, over those of one that is
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ class LinkRates:
 class LayerTime(NamedTuple):
     forward: float
     backward: float
-    host: float  # launches, both ways
+    host: float  # launches, both ways; none where it is replayed
+    reference: float  # launches of a pass without gradients, which is never replayed
     waiting: float  # for collectives, one way
 
 
@@ -101,6 +103,7 @@ def layer_time(job: Job, sparse: bool, layout: Layout, tokens: int, rates: CardR
     traffic = element_bytes(c, sparse, job.compute) * tokens / (tp if layout.sequence_parallel or tp == 1 else 1.0)
     between = (traffic + rounded) / rates.elementwise
     wait = exchanges(job, sparse, layout, tokens, links)
+    launches = rates.expert_launch if sparse else rates.layer_launch
     return LayerTime(
         products + unpacked + ATTENTION_FORWARD_SHARE * attention + FORWARD_SHARE * between + wait,
         products * back
@@ -109,7 +112,8 @@ def layer_time(job: Job, sparse: bool, layout: Layout, tokens: int, rates: CardR
         + (1 - ATTENTION_FORWARD_SHARE) * attention
         + (1 - FORWARD_SHARE) * between
         + wait,
-        0.0 if job.replayed else rates.expert_launch if sparse else rates.layer_launch,
+        0.0 if job.replayed else launches,
+        launches / 3 * (AS_WRITTEN if job.replayed and not sparse else 1.0),
         wait,
     )
 
@@ -165,12 +169,12 @@ def teacher_time(job: Job, layout: Layout, tokens: int, rates: CardRates, links:
     c = job.teacher
     if c is None:
         return 0.0, 0.0
-    own = replace(job, model=c, rank=0, replayed=False)
+    own = replace(job, model=c, rank=0)
     layers = [layer_time(own, c.sparse(n), layout, tokens, rates, links) for n in range(c.num_layers)]
     trained = tokens * job.trained
     head = FORWARD * c.vocab_size * c.hidden_size * trained / rates.dense
     logits = OF_LOGITS * 4 * c.vocab_size * trained / rates.elementwise
-    return sum(layer.forward for layer in layers) + head + logits, sum(layer.host for layer in layers) / 3
+    return sum(layer.forward for layer in layers) + head + logits, sum(layer.reference for layer in layers)
 
 
 def update_time(share: TensorBytes, job: Job, rates: CardRates) -> float:
