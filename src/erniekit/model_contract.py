@@ -272,6 +272,7 @@ def row_functions(module: nn.Module) -> tuple[str, ...]:
 def keep_kernels(module: nn.Module) -> None:
     """`keeps_kernel`: of modules inside, whether a compiled layer calls their own kernel. Else the compiler makes one,
     whose sums have an order of their own in each program."""
+    each: Any
     for each in module.modules():
         if hasattr(each, "keeps_kernel"):
             each.keeps_kernel = True

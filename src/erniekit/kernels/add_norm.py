@@ -158,7 +158,7 @@ def _gradients(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | No
             of_total, of_normed, *ctx.saved_tensors, ctx.eps, with_weight
         )
         of_weight = of_weight if with_weight else None
-    return *(of_x for _ in range(len(grads))), of_weight, None
+    return *(of_x for _ in grads), of_weight, None  # as many are summed as come out
 
 
 for _name in ("norm", "add_norm"):
