@@ -34,19 +34,26 @@ docs: $(RUNS)
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 TEST := $(PYTEST) -n 2 --dist loadgroup
 USUAL := -m "not full and not cuda"
+# Tests wait for processes and time limits: the type checker has what they leave of the processors, and says its part
+# after theirs.
+TYPED := $(VENV)/.types
+WITH_TYPES = nice -n 19 $(BIN)/mypy >$(TYPED) 2>&1 & types=$$!; $(1); tests=$$?; \
+	wait $$types; typed=$$?; cat $(TYPED); test $$tests = 0 && test $$typed = 0
 
-test: lint types
-	$(TEST) $(USUAL)
+test: lint
+	$(call WITH_TYPES,$(TEST) $(USUAL))
 
-# What each of pytest's workers would compile on its own; CI runs it beside the type checker, which has one core.
+# What each of pytest's workers would compile on its own, for CI.
+OTHERS := $(filter-out tests/unit/ tests/support/,$(wildcard tests/*/))
 bytecode: $(READY)
-	$(PYTEST) --collect-only -q $(USUAL) >/dev/null
+	$(PYTEST) --collect-only -q $(USUAL) tests/unit >/dev/null & unit=$$!; \
+	$(PYTEST) --collect-only -q $(USUAL) $(OTHERS) >/dev/null && wait $$unit
 
 # Heavier sizes of the fault tests (their results: docs/faults.md), every command of the docs, and GGUF files in
 # llama.cpp: the first run builds it (cmake, a C++ compiler, some minutes) into build/llama-cpp.
 # ERNIEKIT_TORCHES=/a/bin/python:/b/bin/python also trains with their versions of torch (docs/adding-a-device.md).
-test-full: lint types
-	FAULT_TABLE=1 $(TEST) -m "not cuda"
+test-full: lint
+	$(call WITH_TYPES,FAULT_TABLE=1 $(TEST) -m "not cuda")
 
 lint: $(READY)
 	$(BIN)/ruff check src tests examples benchmarks

@@ -1,4 +1,4 @@
-"""`make clean` removes what make made and nothing of a user's; pre-commit runs what make runs."""
+"""`make clean` removes only what make made; `make test` fails with tests or types; pre-commit runs what make runs."""
 
 from __future__ import annotations
 
@@ -26,6 +26,26 @@ def test_make_clean_removes_the_environment_it_made_and_no_run(tmp_path: Path, r
     assert (tmp_path / ".venv" / "bin" / "python").exists() is not made_by_make
     assert not (tmp_path / ".venv" / ".ready").exists()
     assert not (tmp_path / ".ruff_cache").exists()
+
+
+@pytest.mark.parametrize(("tests", "types"), [(0, 0), (1, 0), (0, 1)])
+def test_make_test_fails_with_the_tests_or_with_the_types_and_shows_what_both_said(
+    tmp_path: Path, root: Path, tests: int, types: int
+):
+    environment = tmp_path / "venv"
+    (environment / "bin").mkdir(parents=True)
+    for name, code, says in (
+        ("python", tests, "of tests"), ("mypy", types, "of types"), ("ruff", 0, ""), ("codespell", 0, "")
+    ):  # fmt: skip
+        (program := environment / "bin" / name).write_text(f"#!/bin/sh\necho {says}\nexit {code}\n")
+        program.chmod(0o755)
+    for made in (".runs", ".ready"):  # nothing is installed
+        (environment / made).touch()
+    done = subprocess.run(
+        ["make", "-s", "-C", str(root), "test", f"VENV={environment}"], capture_output=True, text=True, check=False
+    )
+    assert [line for line in done.stdout.splitlines() if line.startswith("of")] == ["of tests", "of types"]
+    assert (done.returncode == 0) == (tests == types == 0)
 
 
 def test_pre_commit_runs_the_same_checks_as_make(root: Path):
