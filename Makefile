@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RUNS := $(VENV)/.runs
+COMPILED := $(VENV)/.compiled
 READY := $(VENV)/.ready
 OURS := $(VENV)/.made-by-make
 # pip compiles to bytecode on one core, more than half of its time; COMPILE does on all of them. Some packages hold files
@@ -13,7 +14,7 @@ TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
 .PHONY: demo bench wheel docs test bytecode test-full lint types clean
 
-demo: $(RUNS)
+demo: $(COMPILED)
 	$(BIN)/erniekit demo
 
 # Training speed next to other trainers (docs/performance.md); ARGS="--only A1 --peers hf" for a part of it.
@@ -69,15 +70,19 @@ $(RUNS): pyproject.toml constraints.txt
 	$(PIP) $(TORCH)
 	$(BIN)/python -m pip uninstall --quiet --yes erniekit 2>/dev/null  # the name this project had, and another one has
 	$(PIP) -c constraints.txt -e ".[serve]"
+	touch $@
+
+$(COMPILED): $(RUNS)
 	$(COMPILE)
 	touch $@
 
+# pip has one core: what is there already is compiled beside it.
 $(READY): $(RUNS)
-	$(PIP) -c constraints.txt -e ".[dev]"
+	{ $(COMPILE); } & $(PIP) -c constraints.txt -e ".[dev]"; installed=$$?; wait; test $$installed = 0
 	$(COMPILE)
-	touch $@
+	touch $(COMPILED) $@
 
 # Only what make made: environment and caches. Runs, demos and logs are the user's.
 clean:
-	if test -e $(OURS); then rm -rf $(VENV); else rm -f $(RUNS) $(READY); fi
+	if test -e $(OURS); then rm -rf $(VENV); else rm -f $(RUNS) $(COMPILED) $(READY); fi
 	rm -rf .pytest_cache .mypy_cache .ruff_cache

@@ -149,8 +149,8 @@ def named(*often: str, full: Iterable[str] = ()) -> list[Any]:
 
 
 OFTEN = (
-    "tp2 with sequence parallel, all to all", "data 2, all gather", "sharding 2", "tp2 x dp2, experts over data",
-    "cp2", "tp2 inside experts",
+    "tp2 with sequence parallel, all to all", "data 2, all gather", "tp2 x dp2, experts over data", "cp2",
+    "tp2 inside experts",
 )  # fmt: skip
 
 

@@ -175,7 +175,7 @@ def check(
 
 # More of the same kind as others in the list: run by `make test-full`.
 HEAVY = (
-    "dp4", "tp4", "pp4", "cp4", "sharding stage 1", "sharding stage 2", "pp2 cut by hand", "sharding 2 x dp 2",
+    "dp4", "tp2", "tp4", "pp4", "cp4", "sharding stage 1", "sharding stage 2", "pp2 cut by hand", "sharding 2 x dp 2",
     "sharding 2 x cp2", "pp2 x sharding 2", "tp2 x pp2 x dp2", "tp2 x cp2", "pp2 x dp2",
     "tp2 x sharding 2",
 )  # fmt: skip

@@ -99,7 +99,10 @@ def run(command: str) -> None:
 
 
 # Their commands train for a while; `make test-full` runs them.
-LONG = ("dpo.md", "pretraining.md", "kto.md", "reward-and-classification.md", "distillation.md", "rehearse.md")
+LONG = (
+    "dpo.md", "pretraining.md", "kto.md", "reward-and-classification.md", "distillation.md", "rehearse.md",
+    "doctor.md", "vision-data.md",
+)  # fmt: skip
 
 
 def often(pages: list[Any]) -> list[Any]:

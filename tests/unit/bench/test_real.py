@@ -42,6 +42,7 @@ def test_a_command_is_run_and_timed_from_its_first_line_to_its_end(
     assert "| sft " in said
 
 
+@pytest.mark.full
 def test_rows_with_pictures_are_trained_and_pictures_a_second_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -158,7 +158,7 @@ def test_a_family_that_fits_is_compared_once_a_folder_however_often_it_is_built(
     assert torch.equal(folder.build().norm.weight, ModelFolder(tiny).tensor("model.norm.weight"))
 
 
-@pytest.mark.parametrize("folder", ["llama_fused", "moe_old"])
+@pytest.mark.parametrize("folder", [pytest.param("llama_fused", marks=pytest.mark.full), "moe_old"])
 def test_comparing_a_folder_with_its_family_imports_no_compiler(paddle: Path, folder: str) -> None:
     code = (
         "import sys; from erniekit.checkpoint.model_folder import ModelFolder; folder = ModelFolder(sys.argv[1]); "

@@ -12,7 +12,7 @@ from erniekit.rehearse.ranks import Parts, everyone, kinds
 from support.layouts import EXPERT_LAYOUTS, LAYOUTS
 from support.tiny_step import faults, recorded, step, told
 
-OFTEN = ("tp2 x cp2", "pp2 interleaved", "pp2 x sharding 2")
+OFTEN = ("tp2 x cp2", "pp2 interleaved")
 EXPERTS_OFTEN = ("tp2 x dp2, experts over all",)
 
 
