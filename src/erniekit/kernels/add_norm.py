@@ -107,18 +107,12 @@ def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return _forward(x, None, weight, eps)[1]
 
 
-def _backward(
-    of_total: torch.Tensor | None,
-    of_normed: torch.Tensor,
-    total: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    with_weight: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _backward(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """As kernels/triton/add_norm.py has it; a weight without a gradient has an empty one."""
     from erniekit.kernels.triton import add_norm as kernels
 
-    of_x, of_weight = kernels.gradients(of_total, of_normed, total.contiguous(), weight, eps, with_weight)
-    return of_x, weight.new_empty(0) if of_weight is None else of_weight
+    of_x, of_weight = kernels.gradients(*given)
+    return of_x, of_x.new_empty(0) if of_weight is None else of_weight
 
 
 for _name, _run in (("norm", _norm), ("add_norm", _forward), ("add_norm_backward", _backward)):

@@ -41,7 +41,7 @@ SAME_INPUTS = ("k_proj", "v_proj", "up_proj")  # as the product before: rounded 
 ROUNDED_BYTES = 3  # read and written to round a number of a row to fp8
 UPDATE_8BIT = 0.5  # of the rate of other updates: with 8-bit moments arithmetic is the limit, not memory
 LOW_RANK = 1.2  # a linear with adapters, over the same without
-AS_WRITTEN = 1.75  # launches of a dense layer that is not compiled, over those of one that is
+AS_WRITTEN = 4 / 2.3  # launches of a dense layer that is not compiled, over those of one that is
 
 
 @dataclass(frozen=True)

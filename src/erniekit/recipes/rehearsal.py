@@ -43,7 +43,7 @@ from erniekit.recipes.schedule import make_schedule
 from erniekit.recipes.score_heads import expected_labels
 from erniekit.recipes.stage import Prepare, TrainingStage
 from erniekit.rehearse.calls import Trace
-from erniekit.rehearse.recorded_group import opened
+from erniekit.rehearse.recorded_group import holds_values, opened
 from erniekit.train.fp8_scales import StaticScales
 from erniekit.train.step import TrainStep
 
@@ -225,8 +225,7 @@ def prepare_other_models(built: Built, stage: TrainingStage) -> Prepare | None:
 def without_values(name: str, piece: torch.Tensor) -> None:
     """Weights that need none: small ones, so that a real step stays finite. A tensor that every rank has whole is the
     same on all of them: routers then choose alike, and what ranks compute adds up to what one would."""
-    drawn = type(piece) in (torch.Tensor, torch.nn.Parameter) and not piece.is_meta  # else it is only a shape
-    generator = generator_of(name, 0, piece.device) if drawn else None
+    generator = generator_of(name, 0, piece.device) if holds_values(piece) else None
     piece.fill_(1.0) if "norm" in name else piece.normal_(0, 0.02, generator=generator)
 
 

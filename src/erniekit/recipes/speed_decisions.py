@@ -21,6 +21,8 @@ from erniekit.models.config import DecoderConfig
 from erniekit.models.costs import token_flops, weight_bytes
 from erniekit.parallel.layout import Layout
 from erniekit.parallel.mesh import World
+from erniekit.planner.cards import MEASURED
+from erniekit.planner.timing import AS_WRITTEN
 from erniekit.recipes.memory_decisions import (
     base_of,
     gib,
@@ -38,9 +40,9 @@ from erniekit.recipes.other_models import forwards, other_model_bytes
 from erniekit.registry import nearest
 
 USUAL_MFU = 0.4
-LAUNCHES = 2.3e-3  # seconds that the host needs for a compiled dense layer of a step, forward and backward
-AS_WRITTEN_LAUNCHES = 4e-3  # for one as it is written: 2.8 to 3.6 ms, by the machine
-EXPERT_LAUNCHES = 10e-3  # for one with experts: 277 to 308 ms for 28 of them
+LAUNCHES = MEASURED.layer_launch  # seconds that the host needs for a compiled dense layer of a step, both ways
+AS_WRITTEN_LAUNCHES = AS_WRITTEN * LAUNCHES  # for one as it is written: 2.8 to 3.6 ms, by the machine
+EXPERT_LAUNCHES = MEASURED.expert_launch  # for one with experts: 277 to 308 ms for 28 of them
 TWO_BANKS_LAUNCHES = 13e-3  # of one with a bank for text and one for pictures
 # Replayed layers with experts are 0 to 3 % faster compiled, for a start that takes 12 s longer and 4 s for each further
 # length of rows (21B, one H200); launched dense ones -1 to 1 %, for 9 s (0.3B): worth it from so many seconds of

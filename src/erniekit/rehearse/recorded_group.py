@@ -150,7 +150,7 @@ class RecordedGroup(dist.ProcessGroup):
         return self._start("all_gather", x, parts[0])
 
     def all_gather_single(self, out: torch.Tensor, x: torch.Tensor, opts: Any = None) -> RecordedWork:
-        for part in out.view(-1).chunk(self.size()) if _holds_values(out) else ():
+        for part in out.view(-1).chunk(self.size()) if holds_values(out) else ():
             _fill(part, x.reshape(-1))
         return self._start("all_gather", x, [out])
 
@@ -166,7 +166,7 @@ class RecordedGroup(dist.ProcessGroup):
         return self._start("reduce_scatter", outs[0], outs, detail=_reduction(opts))
 
     def reduce_scatter_single(self, out: torch.Tensor, x: torch.Tensor, opts: Any = None) -> RecordedWork:
-        if _holds_values(out):
+        if holds_values(out):
             _fill(out.view(-1), x.reshape(-1)[: out.numel()])
         return self._start("reduce_scatter", out, [out], detail=_reduction(opts))
 
@@ -179,7 +179,7 @@ class RecordedGroup(dist.ProcessGroup):
         self, out: torch.Tensor, x: torch.Tensor, got: list[int], sent: list[int], opts: Any = None
     ) -> RecordedWork:
         even = [x.shape[0] // self.size()] * self.size()
-        if _holds_values(out):
+        if holds_values(out):
             rows = min(out.shape[0], x.shape[0])
             out[:rows].copy_(x[:rows])
             out[rows:].zero_()
@@ -195,7 +195,7 @@ class RecordedGroup(dist.ProcessGroup):
         return self._start("send", _one(tensors), tensors, peer=self._group.members[peer], tag=tag)
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> RecordedWork:
-        if _holds_values(tensors[0]):
+        if holds_values(tensors[0]):
             _made_up(tensors[0].detach())
         return self._start("recv", _one(tensors), tensors, peer=self._group.members[peer], tag=tag)
 
@@ -216,7 +216,7 @@ def _reduction(opts: Any) -> str:
     return str(opts.reduceOp.op if hasattr(opts.reduceOp, "op") else opts.reduceOp).rpartition(".")[2].lower()
 
 
-def _holds_values(x: torch.Tensor) -> bool:
+def holds_values(x: torch.Tensor) -> bool:
     """False of a tensor that only has a shape."""
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -224,7 +224,7 @@ def _holds_values(x: torch.Tensor) -> bool:
 
 
 def _fill(out: torch.Tensor, x: torch.Tensor) -> None:
-    if _holds_values(out) and _holds_values(x) and out.shape == x.shape:
+    if holds_values(out) and holds_values(x) and out.shape == x.shape:
         out.detach().copy_(x.detach())
 
 

@@ -11,19 +11,15 @@ from erniekit.config import load
 from erniekit.devices import pick
 from erniekit.parallel.layout import Layout
 from erniekit.recipes.rehearsal import built_for, one_step, prepare
-from erniekit.recipes.shrunken import SMALL, SMALL_EXPERTS
 from erniekit.rehearse.recorded_group import opened
+from support.small_shape import EXPERTS
 
-SHAPE = dict(
-    SMALL, model_type="ernie4_5_moe", num_hidden_layers=2, vocab_size=256, rms_norm_eps=1e-5, rope_theta=1e4,
-    moe_layer_start_index=1, moe_num_shared_experts=1, tie_word_embeddings=True, **SMALL_EXPERTS,
-)  # fmt: skip
 TOKENS = 64
 
 
 def test_routers_of_all_ranks_choose_alike_so_that_slices_add_up_to_what_one_rank_computes(tmp_path: Path) -> None:
     """Else ranks with half of the experts each would have more rows together than one with all, or fewer."""
-    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
     keys = dict(
         model_name_or_path=tmp_path, train_dataset_path="none.jsonl", max_seq_len=TOKENS, compute_type="fp32",
         device="cpu", moe_group="ep", fine_tuning="Full",
@@ -39,4 +35,4 @@ def test_routers_of_all_ranks_choose_alike_so_that_slices_add_up_to_what_one_ran
             one_step(ready, 1)
             assert torch.isfinite(bank.router.weight).all()
     assert len(rows) == 2
-    assert sum(rows) == 2 * TOKENS * SHAPE["moe_k"]
+    assert sum(rows) == 2 * TOKENS * EXPERTS["moe_k"]

@@ -11,18 +11,13 @@ from erniekit.cli.main import main
 from erniekit.parallel import comm, gradients
 from erniekit.parallel.layout import Layout
 from erniekit.recipes.rehearsal import fewest
-from erniekit.recipes.shrunken import SMALL, SMALL_EXPERTS
-
-SHAPE = dict(
-    SMALL, model_type="ernie4_5_moe", num_hidden_layers=2, vocab_size=256, rms_norm_eps=1e-5, rope_theta=1e4,
-    moe_layer_start_index=1, moe_num_shared_experts=1, tie_word_embeddings=True, **SMALL_EXPERTS,
-)  # fmt: skip
+from support.small_shape import EXPERTS
 
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
     """A recipe of two tensor-parallel ranks; its model is a config.json alone."""
-    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
     keys = dict(
         model_name_or_path=tmp_path, train_dataset_path="none.jsonl", tensor_parallel_degree=2, max_seq_len=32,
         gradient_accumulation_steps=4, compute_type="fp32", device="cpu", moe_group="mp",

@@ -13,13 +13,9 @@ from erniekit.config import load
 from erniekit.parallel.layout import Layout
 from erniekit.recipes import rehearsed_ranks
 from erniekit.recipes.rehearsal import Rehearsal, prepare
-from erniekit.recipes.shrunken import SMALL, SMALL_EXPERTS
 from erniekit.rehearse.calls import Trace
+from support.small_shape import EXPERTS
 
-SHAPE = dict(
-    SMALL, model_type="ernie4_5_moe", num_hidden_layers=2, vocab_size=256, rms_norm_eps=1e-5, rope_theta=1e4,
-    moe_layer_start_index=1, moe_num_shared_experts=1, tie_word_embeddings=True, **SMALL_EXPERTS,
-)  # fmt: skip
 RANKS = (0, 1, 2, 3)
 forks = pytest.mark.skipif(rehearsed_ranks.start_method() != "fork", reason="processes are not copied here")
 
@@ -27,7 +23,7 @@ forks = pytest.mark.skipif(rehearsed_ranks.start_method() != "fork", reason="pro
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rehearsal:
     """Two stages of two ranks; two cores, whatever this machine has."""
-    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
     keys = dict(
         model_name_or_path=tmp_path, train_dataset_path="none.jsonl", tensor_parallel_degree=2, max_seq_len=32,
         pipeline_parallel_degree=2, gradient_accumulation_steps=2, compute_type="fp32", device="cpu", moe_group="mp",

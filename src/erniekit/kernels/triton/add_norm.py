@@ -83,7 +83,8 @@ def gradients(
     """The gradients of both outputs [..., H] -> of what was summed [..., H], and of the weight [H]."""
     width = total.shape[-1]
     rows = total.numel() // width
-    of_normed, of_total = of_normed.contiguous(), None if of_total is None else of_total.contiguous()
+    total, of_normed = total.contiguous(), of_normed.contiguous()
+    of_total = None if of_total is None else of_total.contiguous()
     block, warps = _block(width)
     out, programs = torch.empty_like(total), min(rows, WARPS // warps) if with_weight else rows
     sums = torch.empty(programs if with_weight else 0, width, dtype=torch.float32, device=total.device)
