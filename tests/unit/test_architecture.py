@@ -25,6 +25,7 @@ ALLOWED = {
     "errors": {"printable"},
     "extras": set(),
     "heartbeat": set(),
+    "host_memory": set(),
     "intervals": set(),
     "log": {"printable"},
     "printable": set(),
@@ -80,9 +81,9 @@ ALLOWED = {
     "__main__": {"cli"},
 }  # fmt: skip
 OPEN = {
-    "capabilities", "early_imports", "errors", "extras", "files", "flag_parser", "heartbeat", "intervals", "log",
-    "lora_scale", "loss_table", "model_contract", "printable", "process_stat", "progress", "quant_schemes", "registry",
-    "version", "weight_kinds",
+    "capabilities", "early_imports", "errors", "extras", "files", "flag_parser", "heartbeat", "host_memory",
+    "intervals", "log", "lora_scale", "loss_table", "model_contract", "printable", "process_stat", "progress",
+    "quant_schemes", "registry", "version", "weight_kinds",
 }  # fmt: skip
 
 

@@ -10,8 +10,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from erniekit.host_memory import available_memory
+
 STRIDE = 128 << 10  # bytes a call: Linux may shorten longer ones to this
-SHARE = 0.5  # of the memory that is free: more would push out what was read first
+SHARE = 0.5  # of the memory that is available: more would push out what was read first
 
 
 @contextmanager
@@ -22,9 +24,8 @@ def reading_ahead(files: Iterable[Path]) -> Iterator[None]:
     if not hasattr(os, "posix_fadvise"):
         yield
         return
-    thread = threading.Thread(
-        target=_read, args=(sorted(files), _room(), over), name="erniekit-read-ahead", daemon=True
-    )
+    room = SHARE * (available_memory() or 0)
+    thread = threading.Thread(target=_read, args=(sorted(files), room, over), name="erniekit-read-ahead", daemon=True)
     thread.start()
     try:
         yield
@@ -49,13 +50,3 @@ def _read(files: Iterable[Path], room: float, over: threading.Event) -> None:
             return
         finally:
             os.close(fd)
-
-
-def _room() -> float:
-    """Bytes that may be read; none where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, ValueError, StopIteration):
-        return 0.0
-    return SHARE * free

@@ -9,6 +9,7 @@ import warnings
 from typing import ClassVar
 
 from erniekit.devices.base import Device
+from erniekit.host_memory import available_memory, total_memory
 from erniekit.printable import counted
 
 EVIDENCE = "runs in every test"
@@ -18,7 +19,8 @@ class CpuDevice(Device):
     vendor: ClassVar[str] = "cpu"
 
     def free_memory(self) -> tuple[int, int]:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"), self.total_memory
+        free = available_memory()
+        return self.total_memory // 2 if free is None else free, self.total_memory
 
     def usable_memory(self, share: float) -> int:
         """Half of what is free: other processes need the host's memory too."""
@@ -42,5 +44,5 @@ def count() -> int:
 def make() -> Device:
     # A CPU without bf16 instructions prints a C++ backtrace at the first product; the result is right.
     warnings.filterwarnings("ignore", message=r"(?s).*mkldnn_matmul")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
-    return CpuDevice(name=f"CPU, {counted(os.cpu_count() or 1, 'core')}", type="cpu", total_memory=memory)
+    name = f"CPU, {counted(os.cpu_count() or 1, 'core')}"
+    return CpuDevice(name=name, type="cpu", total_memory=total_memory())

@@ -172,8 +172,9 @@ def test_the_context_is_the_models_own_unless_memory_holds_less_which_one_line_s
     assert length("max_model_len=200") == 200, "what was asked for is kept, or refused by the cache"
 
 
-def test_a_hosts_memory_is_taken_for_one_long_sequence_or_several_usual_ones(base: Path):
+def test_a_hosts_memory_is_taken_for_one_long_sequence_or_several_usual_ones(base: Path, monkeypatch):
     config, cpu = ModelFolder(base).config, pick("cpu")
+    monkeypatch.setattr(CpuDevice, "usable_memory", lambda device, share: 1 << 30)  # the machine's own changes by use
     long = EngineLimits(sequences=4, length=100_000)
     cache = loaded_models.make_cache(config, long, 8, torch.float32, cpu, 0.9, given=False)
     assert cache.blocks == 12_500
