@@ -6,6 +6,10 @@ docs/api-reference.md lists everything.
 
 from __future__ import annotations
 
+# isort: off
+import erniekit.first_interrupt  # noqa: F401 - before typing, which takes its time
+
+# isort: on
 import sys
 from importlib import import_module
 from types import ModuleType

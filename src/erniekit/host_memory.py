@@ -16,12 +16,13 @@ V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 def available_memory(root: Path = Path("/")) -> int | None:
     """What can be taken without swapping; None where the system does not say (it is no Linux)."""
-    free = _named(root / "proc/meminfo", "MemAvailable:") << 10
-    if not free:
+    free = _named(root / "proc/meminfo", "MemAvailable:")
+    if free is None:
         return None
+    free <<= 10
     for limit, used, stat in _groups(root):
         files = _named(used.with_name("memory.stat"), stat)
-        free = min(free, max(0, limit - _number(used) + files))
+        free = min(free, max(0, limit - _number(used) + (files or 0)))
     return free
 
 
@@ -38,14 +39,14 @@ def _groups(root: Path) -> Iterator[tuple[int, Path, str]]:
     """Limits this process is under: its group's and those of the groups around it, with the file of what is used. A
     container often sees its own group as the outermost, under a name that is not there."""
     try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        lines = (root / "proc/self/cgroup").read_text(errors="surrogateescape").splitlines()
     except OSError:
         return
     for line in lines:
         controllers, _, path = line.partition(":")[2].partition(":")
-        if controllers not in ("", "memory"):
+        if controllers and "memory" not in controllers.split(","):
             continue
-        mounted, names = ("", V2) if controllers == "" else ("memory", V1)
+        mounted, names = (controllers, V1) if controllers else ("", V2)  # controllers of one group are mounted as one
         group = PurePosixPath(path.lstrip("/"))
         for part in dict.fromkeys([group, *group.parents]):
             folder = root / "sys/fs/cgroup" / mounted / part
@@ -61,8 +62,8 @@ def _number(file: Path) -> int:
         return 0
 
 
-def _named(file: Path, name: str) -> int:
+def _named(file: Path, name: str) -> int | None:
     try:
         return next(int(line.split()[1]) for line in file.read_text().splitlines() if line.split()[:1] == [name])
     except (OSError, ValueError, IndexError, StopIteration):
-        return 0
+        return None

@@ -16,9 +16,12 @@ import pytest
 import erniekit
 from erniekit.config.metrics import metrics_of
 from erniekit.data import sealed
-from erniekit.errors import DataError
+from erniekit.errors import ConfigError, DataError
+from erniekit.files import OwnedFiles
+from erniekit.files.walk import foreign_files
 from erniekit.loss_table import PREFERENCE_LOSSES
 from erniekit.losses.dpo import DpoSettings, metric_names
+from erniekit.recipes.dpo import TRAIN_ARGS
 from support.ranks import Ranks
 from support.recorded import tiny_folder, whole_pairs
 
@@ -114,6 +117,28 @@ def test_kept_references_of_another_model_under_the_same_name_are_not_used(
     prefer(tmp_path / "second", **keys)
     assert "computed once" in capsys.readouterr().out
     assert logged(tmp_path / "second")[0] == pytest.approx(LN2, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (dict(compute_type="bf16"), dict(compute_type="bf16", use_fp8=True)),
+        (dict(compute_type="fp8"), dict(compute_type="fp8", seed=7)),
+    ],
+)
+def test_kept_references_of_other_products_are_not_started_from(
+    first: dict[str, Any], second: dict[str, Any], prefer: Callable, tmp_path: Path
+) -> None:
+    """The scales of compute_type fp8 come from the run's first tokens, which another seed makes others."""
+    keys = dict(reference_logps="cached", max_steps=1, cache_dir=tmp_path / "cache")
+    for name, products in (("first", first), ("second", second)):
+        prefer(tmp_path / name, **keys, **products)
+        assert logged(tmp_path / name) == [pytest.approx(LN2, abs=1e-6)]
+    tables = [np.load(file) for file in (tmp_path / "cache" / "reference").glob("*/log_probs.npy")]
+    assert len(tables) == 2
+    assert not np.array_equal(*tables)
+    prefer(tmp_path / "again", **keys, **second)
+    assert len(list((tmp_path / "cache" / "reference").iterdir())) == 2, "found again"
 
 
 def test_kept_references_that_the_model_does_not_give_are_refused(prefer: Callable, tmp_path: Path) -> None:
@@ -215,9 +240,32 @@ def test_what_a_preference_run_leaves_behind(prefer: Callable, pairs: Path, tmp_
         assert f"eval_{name}" in everything
     assert "ppl" not in last
     assert "eval_ppl" not in everything
-    told = json.loads((tmp_path / "dpo_train_args.json").read_text())
+    told = json.loads((tmp_path / TRAIN_ARGS).read_text())
     assert (told["max_steps"], told["train_samples"], told["gradient_accumulation_steps"]) == (2, 8, 2)
+    assert OwnedFiles(tmp_path).is_ours(TRAIN_ARGS)
+    assert not list(foreign_files(tmp_path))
     assert "Reward margin" in (tmp_path / "report.html").read_text()
+
+
+def test_a_file_of_the_user_s_is_not_replaced_by_a_run_s_size(
+    prefer: Callable, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    run, mine = tmp_path / "run", tmp_path / "mine.json"
+    prefer(run, max_steps=1)
+    args = run / TRAIN_ARGS
+    written = args.read_bytes()
+    with pytest.raises(ConfigError):
+        prefer(run, max_steps=2, learning_rate=1e-4)
+    assert args.read_bytes() == written, "a run that is refused writes nothing"
+    args.unlink()
+    mine.write_text("mine")
+    for put in (lambda: args.write_text("mine"), lambda: (args.unlink(), args.symlink_to(mine))):
+        put()
+        capsys.readouterr()
+        prefer(run, max_steps=1)
+        assert f"{TRAIN_ARGS} is yours and stays" in capsys.readouterr().out
+        assert args.read_text() == mine.read_text() == "mine"
+    assert args.is_symlink()
 
 
 def test_a_benchmark_prints_its_rate_and_saves_nothing_on_the_way(
@@ -232,7 +280,7 @@ def test_a_benchmark_prints_its_rate_and_saves_nothing_on_the_way(
 
 def test_a_negative_accumulation_is_chosen_by_the_size_of_the_data(prefer: Callable, tmp_path: Path) -> None:
     prefer(tmp_path, gradient_accumulation_steps=-1, max_steps=1, fine_tuning="LoRA")
-    told = json.loads((tmp_path / "dpo_train_args.json").read_text())
+    told = json.loads((tmp_path / TRAIN_ARGS).read_text())
     assert told["gradient_accumulation_steps"] > 1, "eight pairs a step, two or three in a pack"
     assert told["global_batch_size"] == told["gradient_accumulation_steps"]
 

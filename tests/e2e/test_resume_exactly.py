@@ -16,7 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from erniekit.errors import ConfigError, Preempted
+from erniekit.demo.tiny import make_tiny_model
+from erniekit.errors import ConfigError, ErnieKitError, Preempted
 from erniekit.train.metrics import LogHook
 from faults.results import fault
 
@@ -155,6 +156,34 @@ def test_resuming_with_another_setting_is_refused_by_name(
         assert "the same command with output_dir=OTHER" in caught.value.fix
         row.hits = 1
         train(tmp_path, max_steps=2, save_steps=1, doctor="off", override_resume=True, **{key: value})
+
+
+def test_what_no_checkpoint_fits_is_not_offered_to_be_overridden(
+    train: Callable, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture
+) -> None:
+    one, other = (make_tiny_model(tmp_path_factory.mktemp("model"), seed) for seed in (0, 5))
+    keys = dict(model_name_or_path=one, fine_tuning="LoRA", doctor="off", gradient_accumulation_steps=1)
+    train(tmp_path, max_steps=1, **keys)
+    more = {**keys, "max_steps": 2, "extend_run": True}
+    for change in (dict(fine_tuning="Full"), dict(model_name_or_path=other), dict(lora_rank=4)):
+        with pytest.raises(ConfigError) as caught:
+            train(tmp_path, **{**more, **change})
+        assert "override_resume" not in caught.value.fix
+        assert "only another output_dir helps" in caught.value.fix
+        capsys.readouterr()
+        with pytest.raises(ErnieKitError) as refused:
+            train(tmp_path, **{**more, **change}, override_resume=True)
+        said = capsys.readouterr().out
+        if "model_name_or_path" in change:  # that may answer alike, which only the probe shows
+            assert "does not answer as it did" in refused.value.what
+            assert refused.value.where == str(tmp_path / "checkpoint-1")
+        else:
+            assert "which override_resume cannot change" in refused.value.what
+            assert next(iter(change)) in refused.value.where
+            assert "\ndata " not in said, "before data is prepared"
+    with pytest.raises(ConfigError) as caught:
+        train(tmp_path, **{**more, "compute_type": "bf16"})
+    assert "override_resume: True and ignore_load_lr_and_optim: True" in caught.value.fix
 
 
 def test_resuming_with_an_edited_data_file_is_refused(train: Callable, rows: Path, tmp_path: Path) -> None:

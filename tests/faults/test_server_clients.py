@@ -226,6 +226,18 @@ def test_a_server_asked_to_leave_tells_at_once_what_it_finishes_and_ends_when_as
         server.close()
 
 
+def test_a_server_that_gets_signals_to_its_very_end_ends_by_its_exit_code(folder: Path):
+    server = Program(folder, "port=0", "max_model_len=512")
+    try:
+        server.ready()
+        while server.process.poll() is None:
+            server.process.send_signal(INT)
+            time.sleep(0.05)
+        assert server.process.returncode == 0, server.text
+    finally:
+        server.close()
+
+
 def test_a_server_without_answers_to_finish_leaves_without_a_word_about_them(folder: Path):
     server = Program(folder, "port=0", "max_model_len=512")
     try:

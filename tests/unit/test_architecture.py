@@ -24,6 +24,7 @@ ALLOWED = {
     "early_imports": set(),
     "errors": {"printable"},
     "extras": set(),
+    "first_interrupt": set(),
     "heartbeat": set(),
     "host_memory": set(),
     "intervals": set(),
@@ -73,11 +74,11 @@ ALLOWED = {
         "train",
     },
     "launch": {"config", "devices"},
-    "cli": {"config", "recipes", "export", "serve", "data", "devices", "launch"},
+    "cli": {"config", "recipes", "export", "serve", "data", "devices", "launch", "first_interrupt"},
     "api": {
         "api_load", "recipes", "serve", "data", "devices", "models", "losses", "config", "track", "train", "result",
     },
-    "erniekit": {"api"},
+    "erniekit": {"api", "first_interrupt"},
     "__main__": {"cli"},
 }  # fmt: skip
 OPEN = {

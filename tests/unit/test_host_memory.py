@@ -58,6 +58,20 @@ def test_a_group_without_a_limit_limits_nothing(tmp_path: Path) -> None:
     assert total_memory(root) == total_memory(tmp_path / "absent")
 
 
+def test_controllers_of_one_group_and_names_that_are_not_utf_8_are_read(tmp_path: Path) -> None:
+    limit = {f"sys/fs/cgroup/cpu,memory/memory.{name}": str(GIB) for name in ("limit_in_bytes", "usage_in_bytes")}
+    root = machine(tmp_path, "4:cpu,memory:/\n", limit)
+    assert available_memory(root) == 0
+    (root / "proc/self/cgroup").write_bytes(b"0::/user-\xff\n")
+    assert available_memory(root) == 16 * GIB
+
+
+def test_nothing_available_is_not_the_same_as_not_saying(tmp_path: Path) -> None:
+    root = machine(tmp_path, "", {})
+    (root / "proc/meminfo").write_text("MemAvailable: 0 kB\n")
+    assert available_memory(root) == 0
+
+
 def test_a_system_that_does_not_say_has_half_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert available_memory(tmp_path) is None
     monkeypatch.setattr(cpu, "available_memory", lambda: None)

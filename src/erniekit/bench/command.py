@@ -234,8 +234,13 @@ class Worker:
     """A process that has imported what it needs and waits for its workload."""
 
     def __init__(self) -> None:
+        # A session of its own: a Ctrl-C in the terminal is for us, who end it; it would show where its imports were.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "erniekit.bench.worker"], stdin=subprocess.PIPE, text=True, env=dict(os.environ)
+            [sys.executable, "-m", "erniekit.bench.worker"],
+            stdin=subprocess.PIPE,
+            text=True,
+            env=dict(os.environ),
+            start_new_session=True,
         )
 
     def run(
@@ -267,7 +272,7 @@ class Worker:
 
     def end(self) -> None:
         if self._process.poll() is None:
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
 

@@ -31,7 +31,7 @@ from erniekit.log import warn_once
 from erniekit.model_contract import packed_layers
 from erniekit.models import MODELS, find, score_head
 from erniekit.models.config import DecoderConfig
-from erniekit.models.family_check import check_names, check_plan, declared, stored_tensors
+from erniekit.models.family_check import check_config, check_names, check_plan, declared, stored_tensors
 from erniekit.models.names import Entry
 from erniekit.models.spec import ModelSpec
 from erniekit.parallel.sharding import Box
@@ -234,6 +234,7 @@ class ModelFolder:
         with torch.device("meta"):
             model = self.spec.build(self.config)
         if not self._fits:
+            check_config(self.spec, self.config, self.layout)
             check_plan(self.spec, self.config, model)
             check_names(self.spec, self.config, self.layout, model, sizes=not self.files)
             self._fits = True

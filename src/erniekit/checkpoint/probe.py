@@ -284,13 +284,14 @@ def compare(logits: torch.Tensor, expected: Probe, tolerance: float) -> Verdict:
     return _verdict(measure(lambda _, **more: logits, expected, ""), expected, tolerance)
 
 
-def check(answer: Answer, expected: Probe, what: str, setting: str, dtype: torch.dtype) -> Verdict:
+def check(answer: Answer, expected: Probe, what: str, setting: str, dtype: torch.dtype, where: str = "") -> Verdict:
     """Measures again; raises when the result is not the saved one. Same device, dtype and torch: bit for bit."""
-    tolerance = TOLERANCE[dtype] * max(1.0, expected.largest())
+    tolerance = allowed(expected, dtype)
     verdict = _verdict(measure(answer, expected, setting), expected, tolerance)
     if not verdict.exact and not verdict.max_difference <= tolerance:
         raise CheckpointError(
             f"{what} does not answer as it did when saved: {verdict.failed()}",
+            where=where,
             fix="the files were changed or belong to another base model; use another checkpoint",
         )
     return verdict

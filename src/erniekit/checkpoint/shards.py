@@ -22,6 +22,11 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
+def working_name(stem: str, number: int) -> str:
+    """Of a shard until the number of shards is known; a kill leaves it."""
+    return f".{stem}-part-{number}.safetensors"
+
+
 def write_shards(
     folder: Path,
     stem: str,
@@ -39,8 +44,7 @@ def write_shards(
     held_bytes = 0
 
     def flush() -> None:
-        # Working names until the number of shards is known.
-        part = folder / f".{stem}-part-{len(parts)}.safetensors"
+        part = folder / working_name(stem, len(parts))
         part.unlink(missing_ok=True)  # of a process that was killed here
         write_tensors(part, held, {"format": tag})
         parts.append((part, list(held)))

@@ -18,11 +18,13 @@ class Command:
     usage: tuple[str, ...]
     keys: tuple[str, ...] = ()  # shown by `erniekit COMMAND --help`; none: the basic keys of training
     parts: tuple[tuple[str, str], ...] = ()  # subcommands: name and target, which has its own help
+    meant: tuple[tuple[str, str], ...] = ()  # keys that have no default here and mean this, other than in training
 
 
 # Commands that take no keys of a run; the others take all of them.
 KEYLESS = ("version", "help", "completion", "webui", "bench", "data", "recipes", "migrate")
 _MODEL_KEYS = ("model_name_or_path", "lora_path", "output_dir", "override_base", "compute_type", "device")
+_COMPUTED = (("compute_type", "Not given: fp32 on a CPU, as stored on a GPU."),)
 
 COMMANDS: dict[str, Command] = {
     "demo": Command(
@@ -249,6 +251,7 @@ COMMANDS: dict[str, Command] = {
             "enable_thinking",
             "max_model_len",
         ),
+        meant=_COMPUTED,
     ),
     "server": Command(
         "erniekit.serve.server:server_command",
@@ -270,6 +273,7 @@ COMMANDS: dict[str, Command] = {
             "allow_unauthenticated",
             "server_names",
         ),
+        meant=_COMPUTED,
     ),
     "webui": Command(
         "erniekit.webui.app:webui_command",

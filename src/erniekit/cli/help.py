@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from erniekit.cli.commands import COMMANDS, KEYLESS
+from erniekit.cli.commands import COMMANDS, KEYLESS, Command
 from erniekit.cli.main import call
 from erniekit.version import __version__
 
@@ -39,10 +40,10 @@ def help_lines(args: list[str]) -> list[str]:
     if rest[0] == "all":
         return _all_keys()
     if rest[0] not in SECTIONS:
-        return _of_key(rest[0])
+        return _of_key(rest[0], command)
     from erniekit.config.flat import KEYS
 
-    key = [*_of_key(rest[0]), ""] if rest[0] in KEYS else []  # a key may be called as a section is
+    key = [*_of_key(rest[0], command), ""] if rest[0] in KEYS else []  # a key may be called as a section is
     return [*key, *_of_section(rest[0])]
 
 
@@ -76,8 +77,14 @@ def _of_command(name: str) -> list[str]:
     from erniekit.config.flat import KEYS
 
     basic = [k.name for k in KEYS.values() if k.basic and k.section not in ("export", "serve")]
-    out += ["", *_table(KEYS[key] for key in command.keys or basic)]
+    out += ["", *_table(_meant(KEYS[key], command) for key in command.keys or basic)]
     return [*out, "", "erniekit train --help all lists every key, --help KEY explains one."]
+
+
+def _meant(k: Key, command: Command) -> Key:
+    """The key as this command reads it."""
+    text = dict(command.meant).get(k.name)
+    return replace(k, default=None, help=text) if text else k
 
 
 def _table(keys: Iterable[Key], whole: bool = False) -> list[str]:
@@ -131,7 +138,7 @@ def _of_section(section: str) -> list[str]:
     return [about, *_table([k for k in KEYS.values() if k.section == section], whole=True)]
 
 
-def _of_key(topic: str) -> list[str]:
+def _of_key(topic: str, command: str) -> list[str]:
     from erniekit.config.convert import expected
     from erniekit.config.flat import ALIASES, IGNORED_KEYS, KEYS, canonical, suggest
     from erniekit.config.sections import SECTIONS
@@ -145,7 +152,7 @@ def _of_key(topic: str) -> list[str]:
         near = suggest(name) or nearest(name, list(SECTIONS))
         fix = f"did you mean {' or '.join(near)}?" if near else "a command, a section, a key, or all"
         raise ConfigError(f"no help on {topic!r}", where="command line", fix=fix)
-    k = KEYS[name]
+    k = _meant(KEYS[name], COMMANDS[command])
     out = [f"{name} ({k.section})", *textwrap.wrap(k.help, WIDTH - 2, initial_indent="  ", subsequent_indent="  ")]
     out += textwrap.wrap(f"  takes    {expected(k)}", WIDTH, subsequent_indent=" " * 11)
     out.append(f"  default  {_default(k)}")

@@ -15,6 +15,8 @@ import time
 from contextlib import suppress
 from types import FrameType
 
+from erniekit.first_interrupt import leave
+
 LOOK_EVERY = 0.05  # seconds
 _IMPORT = "<frozen importlib"  # how the file names of an import's frames begin
 _WAITS = b"\nstopping as soon as modules are imported; Ctrl-C again stops at once\n"
@@ -23,7 +25,7 @@ _WAITS = b"\nstopping as soon as modules are imported; Ctrl-C again stops at onc
 def interrupts_wait_for_imports(silent: bool = False) -> None:
     """Not where Ctrl-C is ignored (nohup) or handled already. silent: one of several ranks."""
     on_main = threading.current_thread() is threading.main_thread()
-    if on_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if on_main and signal.getsignal(signal.SIGINT) in (signal.default_int_handler, leave):
         signal.signal(signal.SIGINT, _Interrupts(silent))
 
 

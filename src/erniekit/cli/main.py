@@ -15,6 +15,7 @@ from erniekit.cli.crash import report_crash
 from erniekit.cli.installation import check_installation
 from erniekit.cli.interrupts import interrupts_wait_for_imports
 from erniekit.cli.system_limits import explained, require_descriptors
+from erniekit.early_imports import let_threads_sleep
 from erniekit.errors import ConfigError, ErnieKitError, Preempted
 from erniekit.launch.failure import record
 from erniekit.log import drop_stray_rank
@@ -26,6 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if argv is None:
             interrupts_wait_for_imports()
+            let_threads_sleep()
             check_installation()
         return _dispatch(args)
     except ErnieKitError as e:

@@ -68,6 +68,7 @@ RULES: tuple[Rule, ...] = (
     adapters.dora_is_of_plain_weights,
     adapters.pissa_starts_new_adapters,
     stages.adapters_go_where_the_command_takes_them,
+    stages.an_adapters_export_goes_into_its_folder,
     stages.loss_type_decides_reference,
     stages.beta_is_above_zero,
     stages.kto_scores_the_end,

@@ -25,7 +25,7 @@ from erniekit.data.quality import Read, is_near_empty, row_key
 from erniekit.data.stage_rows import STAGES, StageRows, stage_rows
 from erniekit.data.storage import listed_files
 from erniekit.data.text_rows import PlainText
-from erniekit.data.types import RowProblem
+from erniekit.data.types import UNREADABLE, RowProblem
 from erniekit.errors import ConfigError, DataError
 from erniekit.files.unwritable import way_out
 from erniekit.flag_parser import FlagParser
@@ -158,6 +158,9 @@ class _Cleaning:
     def _verdict(self, found: Read | RowProblem, where: str) -> tuple[str, str]:
         """Why a row goes; two empty texts where it stays."""
         if isinstance(found, RowProblem):
+            if found.kind == UNREADABLE:  # a copy without what is behind it would look like all of it
+                fix = "get or write the file again, whole"
+                raise DataError(f"the file cannot be read to its end: {found.reason}", where=where, fix=fix)
             if not self.given.drop_bad:
                 raise DataError(f"bad row: {found.reason}", where=where, fix="fix it, or leave it out: --drop-bad")
             return "bad row", found.reason

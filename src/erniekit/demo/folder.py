@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from erniekit.checkpoint.shards import working_name
 from erniekit.checkpoint.writer import remove_tree
 from erniekit.errors import ConfigError
 from erniekit.files import NotOurs, OwnedFiles
@@ -43,7 +44,7 @@ def take_folder(root: Path) -> Path:
             remove_tree(root / name)
     for name in ("data", "logs", "model"):
         (root / name).mkdir()
-    OwnedFiles(root / "model").announce(MODEL)
+    OwnedFiles(root / "model").announce((*MODEL, working_name("model", 0)))
     return root
 
 

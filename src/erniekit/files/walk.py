@@ -18,7 +18,8 @@ _UNLISTED = re.compile(
     r"\.erniekit[a-z_.-]*\.lock|\.(tmp|del|old)-.+-\d+-[0-9a-f]{8}|\.seen-[0-9a-f]{16}|rank-\d+-step-\d+\.txt"
     r"|events\.out\.tfevents\..+|vdlrecords\..+\.log"
 )
-_PARTS = ("recipe.yaml", "command.txt", "job.json", *RUN_FILES)  # written under another name, then renamed
+# Written under another name, then renamed.
+_PARTS = ("recipe.yaml", "dpo_train_args.json", "command.txt", "job.json", *RUN_FILES)
 
 
 def foreign_files(folder: Path, also_ours: frozenset[str] = frozenset()) -> Iterator[Path]:

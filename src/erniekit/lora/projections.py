@@ -121,7 +121,17 @@ def select(model: nn.Module, targets: Sequence[str] | None) -> list[Projection]:
     """
     candidates = projections(model)
     if targets is None:
-        return [p for p in candidates if not p.router]
+        usual = [p for p in candidates if not p.router]
+        if not usual:
+            spec = MODELS.get(config_of(model).family)
+            raise ConfigError(
+                f"LoRA would adapt nothing: a model of family {spec.name} has none of its lora_targets, "
+                + (", ".join(spec.lora_targets) or "which are none"),
+                where=declared(spec, "lora_targets"),
+                fix="name projections as the model's files do, without what is before their last dot "
+                "(docs/adding-a-model.md), or fine_tuning: Full",
+            )
+        return usual
     by_name = {p.public: p for p in candidates}
     chosen: set[Projection] = set()
     for target in targets:

@@ -15,11 +15,14 @@ if TYPE_CHECKING:
 
 def _problem(name: str, spec: Any) -> str:
     """What is wrong with a family that an installed package brings."""
-    from erniekit.models.spec import ModelSpec
+    from erniekit.models.promised import table_problem
+    from erniekit.models.spec import FUNCTIONS, ModelSpec
 
     if not isinstance(spec, ModelSpec):
         return f"is not a ModelSpec but {type(spec).__name__}"
-    return "" if spec.name == name else f"names itself {spec.name!r} in its ModelSpec"
+    if spec.name != name:
+        return f"names itself {spec.name!r} in its ModelSpec"
+    return table_problem(spec.plan, spec.lora_targets, spec.fp32, {field: getattr(spec, field) for field in FUNCTIONS})
 
 
 MODELS = Registry(
@@ -37,16 +40,22 @@ MODELS = Registry(
 ALSO = {"ernie4_5_moe_vl": "ernie4_5_vl_moe", "ernie4_5_vl": "ernie4_5_vl_moe"}
 
 
+def family_of(config: dict[str, Any]) -> str:
+    """What a config.json calls its family, in our names. Paddle writes dense ERNIE as a MoE without experts."""
+    kind = str(config.get("model_type", ""))
+    if kind == "ernie4_5_moe" and not config.get("moe_num_experts"):
+        return "ernie4_5"
+    return ALSO.get(kind, kind)
+
+
 def find(config: dict[str, Any], where: str = "config.json") -> ModelSpec:
-    """The family a config.json describes. Paddle writes dense ERNIE as `ernie4_5_moe` with no experts."""
+    """The family a config.json describes."""
     kind = config.get("model_type", "")
     if not isinstance(kind, str):
         raise CheckpointError(
             f"model_type is {shown(kind)}, not a name", where=where, fix="supported: " + ", ".join(MODELS.names())
         )
-    if kind == "ernie4_5_moe" and not config.get("moe_num_experts"):
-        kind = "ernie4_5"
-    kind = ALSO.get(kind, kind)
+    kind = family_of(config)
     if kind not in MODELS:
         raise CheckpointError(
             f"model_type {shown(kind)} is not one that erniekit supports",

@@ -8,6 +8,7 @@ would overwrite each other; a rule on a module that parallel/ does not cut would
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,11 @@ from torch import nn
 
 from erniekit.errors import ConfigError
 from erniekit.model_contract import bare, parts_of, weight_holder
+from erniekit.models import MODELS, family_of
 from erniekit.models.config import DecoderConfig
+from erniekit.models.promised import PAGE, Promised
 from erniekit.parallel.plan import Plan, Rule, rule_of
+from erniekit.printable import plain
 from erniekit.registry import nearest
 
 if TYPE_CHECKING:
@@ -26,7 +30,6 @@ if TYPE_CHECKING:
     from erniekit.models.spec import ModelSpec
 
 SHOWN = 3  # names in a message
-PAGE = "docs/adding-a-model.md"
 # What `vocab()` cuts: parallel/ knows these three by name.
 VOCABULARY = ("embed", "head", "head_bias")
 
@@ -93,8 +96,35 @@ def _unfit(entry: Entry, shape: Sequence[int], problem: str, where: str) -> Conf
     )
 
 
+def check_config(spec: ModelSpec, config: DecoderConfig, layout: str) -> None:
+    """What would be written beside the weights is JSON, and read as a model of this family: a folder that cannot be
+    opened, or that is opened as another model, would show only after the training."""
+    where = declared(spec, "write_config")
+    written = spec.config_json(config, layout, "bfloat16")
+    try:
+        json.dumps(written, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"what `write_config` of family {spec.name} gave cannot be written as JSON: {error}",
+            where=where,
+            fix=f"text, numbers, lists and dicts alone ({PAGE})",
+        ) from error
+    if spec.name not in MODELS:
+        return  # made in a program, where config.json does not name it
+    kind = written.get("model_type")
+    read_as = family_of(written) if isinstance(kind, str) else ""
+    if read_as != spec.name:
+        raise ConfigError(
+            f"`write_config` of family {spec.name} writes model_type {plain(repr(kind), 60)}, which is "
+            + (f"read as a model of family {read_as}" if read_as in MODELS else "no family's"),
+            where=where,
+            fix=f'{{**written, "model_type": {spec.name!r}}} ({PAGE})',
+        )
+
+
 def check_plan(spec: ModelSpec, config: DecoderConfig, model: nn.Module) -> None:
     """Every rule that cuts is on a module that parallel/ cuts, of a shape that the rule can cut."""
+    _refuse_shared(spec, model)
     towers: Any = getattr(model, "towers", dict)()
     plan: Plan = {pattern: rule for tower in towers.values() for pattern, rule in tower.plan.items()} | spec.plan
     for pattern, rule in plan.items():
@@ -110,6 +140,18 @@ def check_plan(spec: ModelSpec, config: DecoderConfig, model: nn.Module) -> None
                 pattern = next(p for p, found in plan.items() if found is rule and rule_of({p: rule}, owner) is rule)
                 fix = "replicate(), or dealt() for what each rank applies to its own heads, keeps it whole"
                 raise _bad_rule(spec, pattern, problem, fix)
+
+
+def _refuse_shared(spec: ModelSpec, model: nn.Module) -> None:
+    """A module with weights that has two places would be cut, adapted and stored twice."""
+    first: dict[nn.Module, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if first.setdefault(module, name) != name and next(module.parameters(recurse=False), None) is not None:
+            raise ConfigError(
+                f"family {spec.name}: {first[module]} and {name} are one module",
+                where=declared(spec, "build"),
+                fix=f"make one for each place; tied embeddings are `tie_word_embeddings` of DecoderConfig ({PAGE})",
+            )
 
 
 def _bad_rule(spec: ModelSpec, pattern: str, problem: str, fix: str) -> ConfigError:
@@ -154,7 +196,8 @@ def _kind(module: nn.Module) -> str:
 
 def declared(spec: ModelSpec, field: str) -> str:
     """Where a family's code is: the module of what it gives for a field."""
-    return f"{getattr(getattr(spec, field), '__module__', 'SPEC')}, `{field}` of family {spec.name}"
+    function = getattr(spec, field)
+    return function.place if isinstance(function, Promised) else f"`{field}` of family {spec.name}"
 
 
 def _shown(names: Sequence[str]) -> str:

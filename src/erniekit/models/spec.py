@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 from erniekit.errors import ConfigError
 from erniekit.models import score_head
 from erniekit.models.config import DecoderConfig
+from erniekit.models.promised import promised
 from erniekit.parallel.plan import Plan
+
+FUNCTIONS = ("read_config", "write_config", "build", "names")
+OPTIONAL = ("layout_of", "settle", "preprocessed")
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +38,10 @@ class ModelSpec:
     # from preprocessor_config.json of the folder, on pictures: its fields, and where (for errors)
     preprocessed: Callable[[DecoderConfig, dict[str, Any], str], DecoderConfig] | None = None
     fp32: tuple[str, ...] = ()  # ends of names of weights that stay fp32 in a 16-bit model
+
+    def __post_init__(self) -> None:
+        for name in (*FUNCTIONS, *OPTIONAL):
+            object.__setattr__(self, name, promised(self.name, name, getattr(self, name)))
 
     def entries(self, config: DecoderConfig, layout: str) -> list[Entry]:
         """`names`, with the score head of a classifier or reward model in the place of the LM head."""

@@ -90,8 +90,14 @@ def card_of(text: str, where: str = "--cluster", before: str = "") -> Card:
         return replace(CARDS[card_name], name=f"{memory:g}G", memory=SOLD.get(int(memory), memory) * GIB)
     key = ALSO.get(name.lower(), name.lower())
     if key not in CARDS and (number := re.match(r"\d+(\.\d+)?", name)):
-        fix = f"did you mean {before}{number[0]}G?"
-        raise ConfigError(f"{text!r} is neither a memory nor a card", where=where, fix=fix)
+        outside = not 0 < float(number[0]) <= MOST_GIB
+        what = (
+            f"no memory of a card: more than 0 and at most {MOST_GIB:,} GiB"
+            if outside
+            else "neither a memory nor a card"
+        )
+        fix = f"did you mean {before}{number[0]}G?" if _gib(f"{number[0]}G") else FIX
+        raise ConfigError(f"{text[:40]!r} is {what}", where=where, fix=fix)
     if key not in CARDS:
         near = nearest(key, list(CARDS))
         listed = ", ".join(card.name for card in CARDS.values())

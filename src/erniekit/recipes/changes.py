@@ -15,6 +15,13 @@ EVAL_DATA = "evaluation data"
 MODEL_CONFIG = "model's config.json"
 BASE = "base model"
 ADAPTER = "adapter in lora_path"
+# Where one of these is another, a checkpoint's weights fit no tensor of the run, or not the scale of its adapters.
+_OF_ADAPTERS = ("lora_rank", "lora_alpha", "rslora", "lora_target_modules", "use_dora")
+_OF_STATES = (
+    "compute_type",
+    "optim",
+    "master_weights",
+)  # weights fit, but some states were not saved
 CONTENTS = (TRAIN_DATA, EVAL_DATA, MODEL_CONFIG, BASE, ADAPTER)  # their values are digests
 
 _SINCE = {
@@ -26,6 +33,18 @@ _SINCE = {
 def describe_changes(saved: Mapping[str, Any], now: Mapping[str, Any], files: Sequence[str]) -> list[str]:
     """A line for everything that both have and that differs. `files`: the names of this run's training files."""
     return [_line(key, saved[key], now[key], files) for key in now if key in saved and saved[key] != now[key]]
+
+
+def other_weights(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The keys that differ and by which this run trains other weights than the checkpoint holds."""
+    keys = ("fine_tuning", *(_OF_ADAPTERS if now.get("fine_tuning") == "LoRA" else ()))
+    return [key for key in keys if key in saved and key in now and saved[key] != now[key]]
+
+
+def other_states(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The keys that differ and by which the optimiser has other states than the checkpoint holds."""
+    differ = [key for key in _OF_STATES if key in saved and key in now and saved[key] != now[key]]
+    return [key for key in differ if (key, now[key]) != ("compute_type", "fp32")]  # which has only fewer
 
 
 def _line(key: str, saved: Any, now: Any, files: Sequence[str]) -> str:

@@ -3,6 +3,7 @@ policy is compared."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from erniekit.recipes.check import Check
 from erniekit.recipes.data_rows import DataRows
 from erniekit.recipes.datasets import TrainData
 from erniekit.recipes.reference import Reference, RefreshReference, make_reference
+from erniekit.recipes.repeat import write_unless_yours
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.stage import Prepare, TrainingStage, held_out
 from erniekit.recipes.streaming import open_rows
@@ -37,10 +39,11 @@ from erniekit.recipes.vision_checks import picture_tokens, pixels_stay_inside
 from erniekit.recipes.vision_data import proof_files, proof_lines
 from erniekit.recipes.vision_features import no_feature_cache
 from erniekit.recipes.vision_pairs import held_out_pairs, open_vision_pairs
-from erniekit.track.atomic import write_json
 from erniekit.train.evaluate import GoOn, evaluate_pairs
 from erniekit.train.hooks import Hook
 from erniekit.train.throughput import Throughput
+
+TRAIN_ARGS = "dpo_train_args.json"
 
 
 class DPO(TrainingStage):
@@ -65,12 +68,8 @@ class DPO(TrainingStage):
                     where=plan.config.origin("streaming"),
                     fix="leave streaming out",
                 )
-            data = open_vision_pairs(plan, tokenizer, output, rules)
-        else:
-            data = open_rows(plan, tokenizer, output, DataRows(rules))
-        if plan.world.is_main:
-            write_json(output / "dpo_train_args.json", train_args(plan.config, data))
-        return data
+            return open_vision_pairs(plan, tokenizer, output, rules)
+        return open_rows(plan, tokenizer, output, DataRows(rules))
 
     def held_out(
         self,
@@ -94,6 +93,10 @@ class DPO(TrainingStage):
 
     def proof_lines(self, folder: Path, tokenizer: Tokenizer) -> list[str]:
         return proof_lines(folder, tokenizer)
+
+    def write_files(self, cfg: RunConfig, data: TrainData, output: Path) -> None:
+        text = json.dumps(train_args(cfg, data), indent=2) + "\n"
+        write_unless_yours(output / TRAIN_ARGS, text, "the size of this run is in run.json")
 
     def more_checks(self, built: Built, tokenizer: Tokenizer, first: Batch) -> list[Callable[[], Check]]:
         if not _sees(built):

@@ -5,8 +5,11 @@ Called by first_line.py and run.py. What is there is opened later, by its reader
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
+from glob import escape, glob
 
 from erniekit.config import RunConfig
 from erniekit.errors import DataError
@@ -32,13 +35,26 @@ def _refuse_divided(cfg: RunConfig) -> None:
     """A single file whose name has a comma, at which keys of several files are divided."""
     for key in _read_keys(cfg, streamed=True):
         parts = cfg[key] or ()
-        whole = os.path.expanduser(",".join(parts))
-        if not all(map(os.path.exists, parts)) and os.path.isfile(whole):
+        whole = "" if all(map(os.path.exists, parts)) else _whole(parts)
+        if whole:
             raise DataError(
                 "commas separate datasets, and the name of this file has one",
                 where=f"{key}: {whole}",
-                fix=f"write ? for it: {whole.replace(',', '?')}; or rename the file",
+                fix=f"write ? for it: {whole.replace(',', '?')}; or in a recipe a list: {key}: [{json.dumps(whole)}]",
             )
+
+
+def _whole(parts: Sequence[str]) -> str:
+    """The file that these are the parts of, "" where there is none. They have lost spaces that stood beside commas."""
+    if len(parts) < 2:
+        return ""
+    written = os.path.expanduser(",".join(parts))
+    if os.path.isfile(written):
+        return written
+    near = glob(
+        ",".join(f"*{escape(part)}*" if k else f"{escape(os.path.expanduser(part))}*" for k, part in enumerate(parts))
+    )
+    return next((file for file in near if re.sub(r"\s*,\s*", ",", file) == written and os.path.isfile(file)), "")
 
 
 def _read_keys(cfg: RunConfig, streamed: bool = False) -> Iterator[str]:

@@ -1,23 +1,46 @@
 """Models that a run keeps besides the one it trains, in numbers: a live reference and a teacher.
 
-Called by planning.py, memory_decisions.py and rehearsal.py; nothing is downloaded, and no weight is read.
+Called by run_plan.py, planning.py, memory_decisions.py and rehearsal.py; nothing is downloaded, and no weight is read.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from erniekit.config import RunConfig
+from erniekit.config.note import Note
 from erniekit.loss_table import SCORE_KEYS
 from erniekit.models import costs, find
 from erniekit.models.config import DecoderConfig
 from erniekit.models.released import released
 
 
+def compares(cfg: RunConfig) -> bool:
+    """Whether there is a reference."""
+    return cfg.train.stage == "KTO" or (cfg.train.stage == "DPO" and not cfg.dpo.reference_free)
+
+
+def cuts_pairs(cfg: RunConfig) -> bool:
+    """Whether a pair's log-probabilities depend on its place in a row: context parallelism cuts the row, and each part
+    is rounded to 16 bits."""
+    parts = max(cfg.parallel.context_parallel_degree, cfg.parallel.sep_parallel_degree)
+    return parts > 1 and cfg.precision.compute_type != "fp32"
+
+
+def reference_notes(cfg: RunConfig) -> Iterator[Note]:
+    """Before the first step pairs share rows in the order of the files, in training in another."""
+    if compares(cfg) and cfg.dpo.reference_logps == "cached" and cuts_pairs(cfg):
+        reason = (
+            "with context parallelism in 16 bits a pair is rounded by where its row is cut, and kept numbers are of "
+            "other rows: the first loss would not be ln 2; compute_type: fp32 keeps them"
+        )
+        yield Note("reference_logps", "cached", "live", reason)
+
+
 def live_reference(cfg: RunConfig) -> bool:
-    live = cfg.dpo.reference_logps == "live"
-    return live and (cfg.train.stage == "KTO" or (cfg.train.stage == "DPO" and not cfg.dpo.reference_free))
+    return compares(cfg) and (cfg.dpo.reference_logps == "live" or cuts_pairs(cfg))
 
 
 def live_copy(cfg: RunConfig) -> bool:

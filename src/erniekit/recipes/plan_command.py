@@ -126,7 +126,7 @@ def _planned(
         own = evaluate(job, layout, pool, exact=True) if layout is not None else None
     prices = _prices(cfg, job, pool, found) if len(cluster.islands) == 1 else []
     fewest = smallest(job, pool, cluster.size) if len(cluster.islands) == 1 else None
-    advice = _advice(found, prices, fewest, pool)
+    advice = _advice(found, prices, fewest, pool, job)
     if not quiet:
         _show(found, own, prices, fewest, pool, top or report.SHOWN)
     result = {
@@ -249,8 +249,8 @@ def _helps(made: Candidate, before: Candidate) -> bool:
     return smaller or faster or (bool(before.problem) and not made.problem)
 
 
-def _advice(found: Ranking, prices: list[Any], fewest: int | None, pool: DevicePool) -> str:
-    """One change that fits."""
+def _advice(found: Ranking, prices: list[Any], fewest: int | None, pool: DevicePool, job: Job) -> str:
+    """One change that fits, and none that was counted and does not."""
     if found.ranked:
         return ""
     if not found.tried:
@@ -260,7 +260,14 @@ def _advice(found: Ranking, prices: list[Any], fewest: int | None, pool: DeviceP
         return "set " + ", ".join(f"{key}: {value}" for key, value in max(fits, key=lambda item: item[0])[1].items())
     if fewest:
         return f"use {fewest} of these devices ({pool.card.name})"
-    return "use cards with more memory, or fine_tuning: LoRA with frozen_base: wint4/8"
+    more = "use cards with more memory"
+    if not job.rank:
+        return f"{more}, or fine_tuning: LoRA with frozen_base: wint4/8"
+    if not prices and job.base != "wint4/8":  # of islands no change is priced
+        return f"{more}, or frozen_base: wint4/8"
+    least = min((gib for _, _, gib, _ in prices), default=None)
+    room = f"{pool.room / 2**30:.1f} that it may fill"
+    return more if least is None else f"{more}: the change that saves most leaves {least:.1f} GiB a rank, of {room}"
 
 
 def write(target: Path, cfg: RunConfig, keys: dict[str, Any], cluster: Cluster) -> None:

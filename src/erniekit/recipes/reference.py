@@ -21,6 +21,7 @@ import torch
 from erniekit import heartbeat
 from erniekit.checkpoint.published import check_published
 from erniekit.config import RunConfig
+from erniekit.config.flat import KEYS
 from erniekit.data import cache_versions, sealed
 from erniekit.data.loader import BatchLoader
 from erniekit.data.mix import SampleOrder
@@ -32,11 +33,12 @@ from erniekit.files.cache_folder import default_cache_dir
 from erniekit.log import emit, warn
 from erniekit.lora.adapters_off import adapters_off
 from erniekit.losses.dpo import pair_log_probs
+from erniekit.models.layers.rounding import StaticRounding
 from erniekit.parallel.engine import Engine
 from erniekit.parallel.gradients import local
 from erniekit.recipes.build import build
 from erniekit.recipes.built import Built
-from erniekit.recipes.fp8_training import scales_of
+from erniekit.recipes.fp8_training import rounded_layers, scales_of
 from erniekit.recipes.weights import Fill
 from erniekit.train.hooks import Hook, TrainingLoop
 from erniekit.train.step import StepResult
@@ -210,12 +212,25 @@ def _key(cfg: RunConfig, built: Built, source: PairSource) -> str:
         "model": built.base,
         "config": str(built.folder.config),
         "dtype": str(built.dtype),
+        "products": {name: cfg[name] for name, k in KEYS.items() if k.section in ("precision", "quant") and k.fixed},
+        "scales": _scales(built) if cfg.precision.compute_type == "fp8" else None,
         "device": built.device.name.partition(",")[0],  # of a CPU without its cores
         "kernels": [cfg.model.attention, *cfg.model.kernels],
         "layout": [layout.tp, layout.cp, layout.sequence_parallel, layout.experts_over],
         **({"frozen_base": f"{cfg.lora.frozen_base}, {cfg.lora.frozen_products}"} if cfg.lora.packed_base else {}),
     }
     return hashlib.blake2b(json.dumps(settings, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+
+
+def _scales(built: Built) -> dict[str, float]:
+    """Of FP8 training, of all ranks' layers. They come from the run's first tokens: from its data, seed and packing."""
+    here = {
+        name: float(layer.rounding.input_scale)
+        for part in built.engine.parts
+        for name, layer in rounded_layers(part)
+        if isinstance(layer.rounding, StaticRounding) and layer.weight is not None
+    }
+    return {name: scale for rank in built.world.gather(here) for name, scale in rank.items()}
 
 
 def _compute(cfg: RunConfig, built: Built, data: TrainData, source: PairSource, policy: Reference) -> np.ndarray:

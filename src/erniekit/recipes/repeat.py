@@ -1,5 +1,5 @@
 """What a run folder needs to repeat the run: recipe.yaml as it was given, with absolute paths, and the versions, code
-and variables it ran with. Called by training.py and run_summary.py."""
+and variables it ran with. Called by training.py, run_summary.py and dpo.py."""
 
 from __future__ import annotations
 
@@ -41,12 +41,19 @@ _PLACES = ("one", "out", "several", "model")  # kinds of path keys whose values 
 
 def write_recipe(output: Path, cfg: RunConfig, command: Sequence[str]) -> None:
     """<output>/recipe.yaml: `erniekit train <output>/recipe.yaml output_dir=NEW` is the same run again."""
+    text = "\n".join(recipe_of(cfg, command)) + "\n"
+    write_unless_yours(output / RECIPE, text, "the keys of this run are in run.json")
+
+
+def write_unless_yours(path: Path, text: str, instead: str) -> None:
+    """A file of a run that it can do without. One of the user's of that name, kept where the run is, or a link stays;
+    instead: what the user is then told."""
     try:
-        path = own(output / RECIPE)
-    except NotOurs:  # a recipe of the user's, kept where the run is
-        emit(f"note     {output / RECIPE} is yours and stays; the keys of this run are in run.json")
+        own(path)
+    except NotOurs:
+        emit(f"note     {path} is yours and stays; {instead}")
         return
-    write_text(path, "\n".join(recipe_of(cfg, command)) + "\n")
+    write_text(path, text)
     settle(path)
 
 

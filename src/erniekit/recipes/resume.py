@@ -5,7 +5,7 @@ Called by recipes/training.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,18 @@ from erniekit.log import emit, warn
 from erniekit.parallel.mesh import World
 from erniekit.printable import counted
 from erniekit.recipes import extend
-from erniekit.recipes.changes import BASE, MODEL_CONFIG, TRAIN_DATA, describe_changes
+from erniekit.recipes.changes import (
+    BASE,
+    MODEL_CONFIG,
+    TRAIN_DATA,
+    describe_changes,
+    other_states,
+    other_weights,
+)
 from erniekit.recipes.datasets import TrainData
 from erniekit.train.save import Saver
 
+ALONE = "put them back; as they are only another output_dir helps: the same command with output_dir=OTHER"
 ELSEWHERE = "a run of its own: the same command with output_dir=OTHER"
 DEALT = ("batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
 NEEDS_BASE = ("stage", "fine_tuning", "loss_type", "reference_free")  # keys that decide whether a run stores its base
@@ -81,7 +89,20 @@ def find(cfg: RunConfig, manager: CheckpointManager, world: World, disks: Disks,
 
     point = same_everywhere(here, world, disks)
     on_every_disk(lambda: manager.refuse_foreign(point), world, disks)
+    if point is not None and cfg.checkpoint.override_resume:
+        _refuse_other_weights(cfg, point)
     return point
+
+
+def _refuse_other_weights(cfg: RunConfig, point: Path) -> None:
+    """Before data is prepared: the other changes are described once it is known, and may be overridden."""
+    saved, now = states.load(point)[0].promise, cfg.resume_keys()
+    if names := other_weights(saved, now):
+        raise ConfigError(
+            f"{point.name} holds other weights than this run would train, which override_resume cannot change",
+            where="; ".join(describe_changes(saved, {name: now[name] for name in names}, ())),
+            fix=ALONE,
+        )
 
 
 def _instead_of(damaged: Path) -> str:
@@ -162,8 +183,21 @@ def check_promises(cfg: RunConfig, point: Path | None, promise: dict[str, Any], 
     raise ConfigError(
         f"{point.name} was trained with other settings, so going on would not be the same run",
         where="; ".join(changed),
-        fix=f"put them back, or set override_resume: True to resume anyway; {ELSEWHERE}",
+        fix=_way_on(cfg, old, new),
     )
+
+
+def _way_on(cfg: RunConfig, saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What there is besides a run of its own, where settings have changed."""
+    differ = {key for key in now if key in saved and saved[key] != now[key]}
+    other_base = BASE in differ and cfg.lora.lora  # else it is a reference only: the weights are the checkpoint's
+    if other_weights(saved, now) or other_base or MODEL_CONFIG in differ:
+        return ALONE
+    if other_states(saved, now) and not cfg.checkpoint.ignore_load_lr_and_optim:
+        anyway = "and ignore_load_lr_and_optim: True to resume with new optimiser states"
+    else:
+        anyway = "to resume anyway"
+    return f"put them back, or set override_resume: True {anyway}; {ELSEWHERE}"
 
 
 def _print_rewritten(saved: dict[str, int], data: TrainData) -> None:

@@ -39,6 +39,7 @@ from erniekit.recipes import (
     adapters,
     island_stages,
     memory_decisions,
+    other_models,
     same_run,
     speed_decisions,
     spread_recompute,
@@ -238,7 +239,7 @@ def decide(cfg: RunConfig, device: Device, world: World, folder: ModelFolder) ->
     lora, notes = adapters.decide(cfg, folder)
     memory_decisions.check_backward_updates(cfg, world)
     speed_decisions.force_kernels(cfg)
-    cfg = cfg.derive(*notes)
+    cfg = cfg.derive(*notes, *other_models.reference_notes(cfg))
     cfg = cfg.derive(*spread_recompute.notes(cfg, device, world, folder, lora))
     cfg = speed_decisions.for_device(cfg, device, world, model)
     memory_decisions.advise(cfg, device, world, model)

@@ -16,9 +16,10 @@ from erniekit.kernels import broken, cudnn_packed, flash4
 from erniekit.kernels.available import installed
 from erniekit.kernels.packed_attention import faster_attention
 from erniekit.kernels.selection import Choice
-from erniekit.log import emit
+from erniekit.log import emit, warn
 from erniekit.lora.coverage import coverage, coverage_table
 from erniekit.models import costs
+from erniekit.models.config import DecoderConfig
 from erniekit.printable import counted, every
 from erniekit.recipes import kernel_table, repeat, trained_weights
 from erniekit.recipes.built import Built
@@ -88,6 +89,17 @@ def show_data(data: TrainData, cfg: RunConfig) -> None:
         each = ", ".join(f"{length:,}" for length in data.lengths)
         share = f"{100 * data.padded_share:.1f} % of all tokens are padding"
         emit(f"rows     joined, padded to {each} tokens: {share} (length_buckets)")
+
+
+def warn_of_long_rows(data: TrainData, config: DecoderConfig) -> None:
+    """Of samples longer than the model has positions for; those of rows that are still to be read are not known."""
+    longest = max((s.report.lengths.get("max", 0) for s in (*data.sources, *data.evaluation)), default=0)
+    if longest > config.max_positions:
+        warn(
+            f"the longest sample has {longest:,} tokens and the model has {config.max_positions:,} positions "
+            "(max_position_embeddings): those behind them are new to it, and a server of it takes no more than that; "
+            f"max_seq_len={config.max_positions} keeps within them"
+        )
 
 
 def show_saves(cfg: RunConfig, data: TrainData) -> None:

@@ -12,6 +12,7 @@ from erniekit.kernels.selection import FORCED, OPERATIONS, Choice
 from erniekit.log import emit
 from erniekit.recipes import stage_of
 from erniekit.recipes.datasets import TrainData, usual_tokens
+from erniekit.recipes.other_models import cuts_pairs
 from erniekit.recipes.run_plan import RunPlan
 from erniekit.recipes.speed_decisions import REPLAYED_STAGES, collectives_inside, why_rows_stay, worth_replaying
 
@@ -97,7 +98,7 @@ def _launches(plan: RunPlan, data: TrainData) -> Iterator[Slowdown]:
 
 def _reference(cfg: RunConfig, data: TrainData) -> Iterator[Slowdown]:
     """A reference that is measured again in each pass over the data."""
-    live = cfg.dpo.reference_logps == "live" and cfg.dpo.ref_model_update_steps <= 0
+    live = cfg.dpo.reference_logps == "live" and cfg.dpo.ref_model_update_steps <= 0 and not cuts_pairs(cfg)
     if live and stage_of(cfg).compares(cfg) and data.max_steps * data.packs_per_step >= 2 * data.packs_per_epoch:
         yield Slowdown("the reference answers the same rows in every epoch", "reference_logps: cached")
 

@@ -96,6 +96,9 @@ class TrainingStage:
         """Of the sample that the doctor shows: its pictures, as the model sees them."""
         return []
 
+    def write_files(self, cfg: RunConfig, data: TrainData, output: Path) -> None:
+        """What only this stage leaves in the run's folder. Called on one rank, once nothing refuses the run."""
+
     def loss(self, cfg: RunConfig, world: World, step_metrics: StepMetrics | None) -> Loss:
         """(model, batch, hidden states or nothing) -> the SUM over the batch; the step divides by batch.weight."""
 

@@ -143,6 +143,7 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
         plan = with_data(plan, data)
         cfg = plan.config
         run_summary.show_data(data, plan.config)
+        run_summary.warn_of_long_rows(data, plan.folder.config)
         changed = changed_data(cfg, [source.report for source in (*data.sources, *data.evaluation)])
         for line in changed:
             emit(f"note     {line}")
@@ -175,6 +176,7 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
         # Nothing is refused from here on.
         if world.is_main:
             write_recipe(output, cfg, command)
+            stage.write_files(cfg, data, output)
         run_summary.describe(record, cfg, data, coverage, plan.device, kernels, checks, notes, parts.all())
         hooks = [dog, *hooks_for(stage, cfg, built, data, saver, trackers, prepare, session.hooks)]
         trainer = Trainer(

@@ -6,6 +6,7 @@ The embedded engine runs in this process; the others are programs that engines/l
 from __future__ import annotations
 
 import asyncio
+import atexit
 import importlib.util
 import os
 import platform
@@ -278,4 +279,12 @@ def run(cfg: RunConfig, loaded: LoadedModels, sock: socket.socket, key: str | No
         signal.signal(number, lambda *_: deadline.within(AGAIN_S))
     emit("stopped")
     deadline.settle()
+    atexit.register(_ignore_signals)
     return 0 if deadline.answers_ended else 1
+
+
+def _ignore_signals() -> None:
+    """While Python ends it gives signals back to the system, and the process would die of one: all is stopped, and the
+    exit code says how."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)

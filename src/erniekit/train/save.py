@@ -160,7 +160,8 @@ class Saver:
         saved = probes.load(folder, spread(self.engine.model).config)
         if saved is None or (self.scales is not None and self.clear_scales):
             return state, None  # with other scales the outputs differ
-        return state, probes.check(self._forward(saved), saved, folder.name, self.setting, self.engine.dtype)
+        answer, dtype = self._forward(saved), self.engine.dtype
+        return state, probes.check(answer, saved, folder.name, self.setting, dtype, where=str(folder))
 
     def _forward(self, probe: Probe) -> Answer:
         if probe.picture is None:

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from erniekit.checkpoint import shards
 from erniekit.cli.main import main
 from erniekit.demo import ProofFailed
 from erniekit.demo.folder import seal
 from erniekit.demo.killed_run import KilledRun
+from erniekit.demo.tiny import make_tiny_model
 from erniekit.errors import ConfigError
 from erniekit.files import NotOurs, own
 from erniekit.recipes import demo as recipe
@@ -139,6 +141,19 @@ def test_an_older_demo_is_replaced_and_a_folder_beside_it_stays(tmp_path):
     (root / "my-run").mkdir()
     assert not (recipe.take_folder(root) / "logs" / "sft.log").exists()
     assert (root / "my-run").is_dir()
+
+
+def test_a_demo_that_was_killed_while_its_model_was_written_is_replaced(tmp_path, monkeypatch):
+    root = recipe.take_folder(tmp_path / "d")
+    monkeypatch.setattr(shards, "_clear", killed)  # the next call behind the write of a working file
+    with pytest.raises(KeyboardInterrupt):
+        make_tiny_model(root / "model")
+    assert [path.name for path in (root / "model").glob(".model-part-*")] == [".model-part-0.safetensors"]
+    assert not any(recipe.take_folder(root).glob("model/.model-part-*"))
+
+
+def killed(*given):
+    raise KeyboardInterrupt
 
 
 def test_a_second_demo_replaces_the_first(demo, tmp_path):

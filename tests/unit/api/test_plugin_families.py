@@ -118,3 +118,23 @@ def test_targets_of_lora_that_a_family_has_not_are_named_and_a_weight_in_unnamed
     said = r"layers.1.attn.qkv.weight is stored as 3 tensors and its module holds 1 projection"
     with pytest.raises(ConfigError, match=said):
         projections(meta)
+
+
+def test_a_family_without_a_projection_for_lora_is_refused_before_a_step(
+    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = printed("python").replace("build=GeluLlama,", "build=GeluLlama, lora_targets=('gate',),")
+    install(site, "gelu-kit", {"models": "gelu_llama = gelu_model:SPEC"}, gelu_model=odd)
+    model = make_tiny_model(tmp_path / "gelu", family="llama")
+    told = json.loads((model / "config.json").read_text())
+    changed = {**told, "model_type": "gelu_llama", "hidden_act": "gelu_pytorch_tanh"}
+    (model / "config.json").write_text(json.dumps(changed))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    keys = {**KEYS, "train_dataset_path": rows, "train_dataset_type": "messages", "max_steps": 1, "stage": "SFT"}
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text(json.dumps({**keys, "fine_tuning": "LoRA"}, default=str))
+    assert main(["train", str(recipe), f"model_name_or_path={model}", f"output_dir={tmp_path / 'run'}"]) == 2
+    error = capsys.readouterr().err
+    assert "LoRA would adapt nothing: a model of family gelu_llama has none of its lora_targets, gate" in error
+    assert "`lora_targets` of family gelu_llama" in error

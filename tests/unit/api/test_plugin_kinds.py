@@ -36,6 +36,10 @@ SHAPE = """
     def shape(self, weight):
         return weight.data.shape[-2], 4 * weight.data.shape[-1]
 """
+PRODUCT = """
+    def product(self, x, weight):
+        return 2 * super().product(x, weight)
+"""
 
 
 def packed_by(site: Path, text: str, name: str = "ternary") -> Linear:
@@ -94,6 +98,16 @@ def test_a_packages_kind_of_weights_is_held_and_its_bits_are_counted(site: Path)
             TERNARY + UNPACK.replace("to(dtype)\n", "float()\n") + SHAPE,
             "ternary",
             r"unpacks \[\d+, \d+\] in bfloat16 as",
+        ),
+        (
+            TERNARY + UNPACK + SHAPE + PRODUCT,
+            "ternary",
+            r"package ternary-kind 1\.0 has a `product` that gives 2 times the product with what it unpacks",
+        ),
+        (
+            TERNARY + UNPACK + SHAPE + PRODUCT.replace("product", "turned_product").replace("2 *", "-"),
+            "ternary",
+            "has a `turned_product` that gives -1 times the product with what it unpacks",
         ),
     ],
 )

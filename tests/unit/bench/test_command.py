@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -130,6 +135,23 @@ def test_a_worker_is_stopped_when_its_time_is_over(tmp_path: Path, capsys: pytes
     slow.run([WORKLOADS["A1"]], BenchOptions(tiny=True), tmp_path, seconds=0.2)  # its imports alone take longer
     assert "stopped by the time limit" in capsys.readouterr().out
     assert not (tmp_path / "A1.json").exists()
+
+
+@pytest.mark.parametrize("seconds", [0.05, 2.0])
+def test_a_ctrl_c_ends_a_bench_and_what_measures_for_it_with_one_line(tmp_path: Path, seconds: float) -> None:
+    words = ["bench", "--tiny", "--only", "A1", "--peers", "none", "--output_dir", tmp_path / "b"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "erniekit", *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    process.stdout.readline()  # it has begun: a worker is starting, or imports
+    time.sleep(seconds)
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)  # its worker holds these pipes as well
+    assert process.returncode == 130
+    assert said.strip().splitlines()[-1] == "stopped"
+    assert "Traceback" not in said
 
 
 def test_the_table_says_who_was_absent_who_failed_and_what_is_short() -> None:

@@ -134,8 +134,18 @@ def test_a_logit_that_is_none_is_no_excuse_for_others(number: float, other: floa
     crafted, logits = replace(good, rows=rows), torch.cat([torch.zeros(12, rows.shape[1]), good.rows])[None]
     verdict = probes.compare(logits, crafted, probes.allowed(crafted, torch.bfloat16))
     assert not verdict.max_difference <= verdict.tolerance
-    with pytest.raises(CheckpointError, match="does not answer as it did when saved"):
-        probes.check(lambda _: logits, crafted, "checkpoint-4", good.setting, torch.float32)
+    with pytest.raises(CheckpointError, match="does not answer as it did when saved") as error:
+        probes.check(lambda _: logits, crafted, "checkpoint-4", good.setting, torch.float32, where="r/checkpoint-4")
+    assert error.value.where == "r/checkpoint-4"
+
+
+def test_a_probe_of_16_bits_is_repeated_in_32_to_the_rounding_of_16(good: Probe) -> None:
+    assert good.rows is not None
+    rows = good.rows + 0.01
+    saved, logits = replace(good, setting="cpu/bfloat16/one"), torch.cat([torch.zeros(12, rows.shape[1]), rows])[None]
+    assert not probes.check(lambda _: logits, saved, "checkpoint-4", "cpu/float32/one", torch.float32).exact
+    with pytest.raises(CheckpointError):
+        probes.check(lambda _: logits, replace(saved, setting="cpu/float32/one"), "it", "", torch.float32)
 
 
 def test_logits_of_another_vocabulary_are_as_far_as_can_be(good: Probe) -> None:

@@ -87,3 +87,13 @@ def test_a_key_that_is_called_as_a_section_is_explained_before_it():
     lines = help_lines(["quantize", "quant"])
     assert lines[0] == "quant (quantize)"
     assert any("use_fp8" in line for line in lines), "and the section's keys follow"
+
+
+@pytest.mark.parametrize("command", ["server", "chat"])
+def test_a_command_without_training_says_what_it_computes_in(command):
+    short, whole = "\n".join(help_lines([command])), "\n".join(help_lines([command, "compute_type"]))
+    for text in (short, whole):
+        assert "fp32 on a CPU, as stored on a GPU" in text
+        assert "master weights" not in text
+    assert "  default  -" in whole.splitlines()
+    assert "bf16 with fp32 master weights" in "\n".join(help_lines(["train", "compute_type"]))

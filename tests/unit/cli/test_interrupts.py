@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from erniekit.first_interrupt import is_the_command
 
 # As numpy's C code does: what is raised within is dropped.
 DROPS = """
@@ -72,3 +77,36 @@ def test_ignored_interrupts_stay_ignored() -> None:
         "assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# A Ctrl-C as soon as the module that is named is looked for.
+EARLY = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "{name}":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.mark.parametrize("name", ["erniekit.version", "erniekit.cli.main", "erniekit.cli.system_limits"])
+@pytest.mark.parametrize("form", ["module", "script"])
+def test_a_ctrl_c_while_the_command_itself_is_imported_ends_it_with_one_line(
+    name: str, form: str, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(EARLY.format(name=name))
+    script = tmp_path / "erniekit"
+    script.write_text("import sys\nfrom erniekit.cli.main import main\nsys.exit(main())\n")
+    words = ["-m", "erniekit"] if form == "module" else [script]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, *words, "version"], capture_output=True, text=True, env=env, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
+
+
+def test_another_program_that_imports_the_package_keeps_its_ctrl_c() -> None:
+    code = "import signal, erniekit.cli.main; assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert not is_the_command("/usr/bin/pytest", ["python", "/usr/bin/pytest", "erniekit"])
+    assert not is_the_command("-m", ["python", "-m", "erniekit.cli.launch_rank"])
+    assert is_the_command("-m", ["python", "-X", "dev", "-m", "erniekit", "train"])

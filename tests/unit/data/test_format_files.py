@@ -185,9 +185,9 @@ def test_a_damaged_array_loses_only_the_damaged_row(tmp_path: Path) -> None:
         "not_an_object",
     ]
     path.write_text(f"[{good}, {good[:-3]}")
-    assert [raw.kind if isinstance(raw, RowProblem) else "row" for _, raw in rows(path)] == ["row", "bad_json"]
+    assert [raw.kind if isinstance(raw, RowProblem) else "row" for _, raw in rows(path)] == ["row", "unreadable"]
     path.write_text(f"[{good}] {good}")
-    assert [raw.kind if isinstance(raw, RowProblem) else "row" for _, raw in rows(path)] == ["row", "bad_json"]
+    assert [raw.kind if isinstance(raw, RowProblem) else "row" for _, raw in rows(path)] == ["row", "unreadable"]
     path.write_bytes(b'[{"src": ["\xff"], "tgt": ["b"]}, ' + good.encode() + b"]")
     assert outcomes(path) == [(1, "bad_unicode"), (2, "ok")]
 

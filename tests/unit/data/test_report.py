@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from erniekit.data import tokenise
+from erniekit.data.clean import clean_command
 from erniekit.data.report import BadRowsFile, DataReport, total_lines
 from erniekit.data.types import IGNORE, RowProblem
 from erniekit.errors import DataError
@@ -146,3 +151,51 @@ def test_bad_rows_with_one_reason_are_quoted_three_times(tmp_path) -> None:
     assert error.value.where.count("`tgt[0]` is empty") == 3
     assert "a.jsonl:9  wrong_type" in error.value.where
     assert error.value.where.endswith("and 5 more")
+
+
+def cut_array(folder: Path) -> Path:
+    path = folder / "a.json"
+    path.write_text(json.dumps([small_row(i) for i in range(3000)])[:-40])
+    return path
+
+
+def cut_gzip(folder: Path) -> Path:
+    packed = gzip.compress("\n".join(json.dumps(small_row(i)) for i in range(3000)).encode())
+    path = folder / "a.jsonl.gz"
+    path.write_bytes(packed[: len(packed) // 2])
+    return path
+
+
+def joined_arrays(folder: Path) -> Path:
+    path = folder / "a.json"
+    path.write_text(json.dumps([small_row(i) for i in range(2000)]) + json.dumps([small_row(1)]))
+    return path
+
+
+def open_quote(folder: Path) -> Path:
+    path = folder / "a.csv"
+    path.write_text("prompt,completion\n" + "q,a\n" * 2000 + '"q,a\n' + "q,a\n" * 500)
+    return path
+
+
+def many_blank_lines(folder: Path) -> Path:
+    row = json.dumps(small_row(1)) + "\n"
+    path = folder / "a.jsonl"
+    path.write_text(row * 1500 + "\n" * 100_001 + row)
+    return path
+
+
+@pytest.mark.parametrize("broken", [cut_array, cut_gzip, joined_arrays, open_quote, many_blank_lines])
+def test_a_file_that_breaks_off_stops_the_run_however_small_its_share_unless_all_bad_rows_are_taken(
+    tmp_path: Path, opened: Any, broken: Callable[[Path], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, listed = broken(tmp_path), tmp_path / "bad_rows.jsonl"
+    with pytest.raises(DataError, match=r"cannot be read to its end; [\d,]+ rows before were") as caught:
+        opened(path, max_bad_fraction=0.01, bad_rows=BadRowsFile(listed))
+    assert f"{path}:" in caught.value.where
+    assert len(listed.read_text().splitlines()) == 1
+    assert len(opened(path, max_bad_fraction=1)) > 1000
+    copy = tmp_path / "copy.jsonl"
+    with pytest.raises(DataError, match="cannot be read to its end"):
+        clean_command([str(path), "--output", str(copy), "--drop-bad"])
+    assert not copy.exists()

@@ -110,7 +110,7 @@ def test_a_row_beyond_the_limit_is_refused_before_it_is_in_memory(row: bytes):
     stream = Counting(b"prompt,answer\nq,a\n" + row + b"z" * 10_000_000)
     *_, (_, last) = table_rows(stream, "x.csv", "x.csv", 4000, 100)
     assert isinstance(last, RowProblem)
-    assert last.kind == "row_too_long"
+    assert last.kind == "unreadable"
     assert stream.taken < 100_000
 
 

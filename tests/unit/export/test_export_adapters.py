@@ -107,6 +107,30 @@ def test_several_adapters_are_summed_in_any_form_of_the_command(
     assert "base + 2 adapters" in capsys.readouterr().out
 
 
+def test_an_adapter_whose_base_moved_is_exported_by_the_words_that_the_error_gives(
+    base: Path, adapters: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = adapters[0] / "adapter_config.json"
+    written = json.loads(config.read_text())
+    config.write_text(json.dumps({**written, "base_model_name_or_path": str(tmp_path / "gone")}))
+    assert main(["export", str(adapters[0])]) == 2
+    words = capsys.readouterr().err.partition("fix:   name it: ")[2].partition(", or ")[0].split()
+    assert words == [f"lora_path={adapters[0]}", "model_name_or_path=DIR"]
+    assert main(["export", *(word.replace("=DIR", f"={base}") for word in words)]) == 0
+    torch.testing.assert_close(logits(adapters[0] / "export"), logits(base, adapters[0]), atol=1e-4, rtol=0)
+
+
+def test_an_adapter_of_a_recipe_or_of_no_folder_here_needs_a_place_for_its_export(
+    base: Path, adapters: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "run.yaml"
+    recipe.write_text(f"lora_path: {adapters[0]}\nmodel_name_or_path: {base}\n")
+    for words in ([str(recipe)], ["lora_path=someone/adapter", f"model_name_or_path={base}"]):
+        assert main(["export", *words]) == 2
+        assert "output_dir is missing: where" in capsys.readouterr().err
+    assert not (adapters[0] / "export").exists()
+
+
 def test_an_earlier_export_is_replaced_and_a_run_gets_its_result_inside(
     base: Path, adapters: list[Path], run: Path, tmp_path: Path
 ) -> None:

@@ -79,6 +79,15 @@ def test_a_memory_that_no_card_has_is_refused(size: str) -> None:
         parse(f"8x{size}G")
 
 
+@pytest.mark.parametrize("words", ["8x0G", "2x8x0", "8x0.0G", "8x99999G", "8x0-80G", "8x1.12345678901G"])
+def test_a_memory_is_not_refused_with_the_advice_to_give_it(words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(words)
+    assert caught.value.fix.startswith("write 8x80G, ")
+    outside = "no memory of a card: more than 0 and at most 10,000 GiB" in str(caught.value)
+    assert outside is (words != "8x1.12345678901G")
+
+
 def test_a_mistyped_card_is_told_its_nearest() -> None:
     with pytest.raises(ConfigError, match="H220") as caught:
         parse("8xH220-141G")

@@ -39,6 +39,21 @@ def test_a_plan_is_ranked_explained_and_priced(recipe: Path, capsys: pytest.Capt
         assert word in text
 
 
+@pytest.mark.parametrize("base", ["bf16", "int8", "wint4/8"])
+@pytest.mark.parametrize("cluster", ["1x1G", "1x2G"])
+def test_a_change_that_was_said_not_to_fit_is_not_what_to_do(
+    base: str, cluster: str, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", str(recipe), "--cluster", cluster, "fine_tuning=LoRA", f"frozen_base={base}"]
+    assert main(words) == 2
+    said = capsys.readouterr()
+    assert "does not fit" in said.out
+    fix = said.err.partition("fix:   ")[2].strip()
+    assert fix.startswith("use cards with more memory")
+    assert "LoRA" not in fix
+    assert "frozen_base" not in fix
+
+
 def test_rows_that_are_not_packed_are_said_to_be_planned_at_their_longest(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -108,6 +108,17 @@ def test_products_in_fp8_are_spoken_of_only_where_experts_have_weights_for_them(
     assert said(asked) == ["frozen_products: fp8 -> bf16 (only experts' weights are exact in fp8; here are none)"]
 
 
+def test_kept_references_are_live_where_a_pair_s_rounding_depends_on_its_place(moe: Path) -> None:
+    words = ("stage=DPO", "fine_tuning=Full", "reference_logps=cached")
+    assert planned(moe, *words, "context_parallel_degree=2").config.dpo.reference_logps == "cached"
+    assert planned(moe, *words, "compute_type=bf16").config.dpo.reference_logps == "cached"
+    cut = planned(moe, *words, "compute_type=bf16", "context_parallel_degree=2").config
+    assert cut.dpo.reference_logps == "live"
+    (note,) = (note for note in cut.notes if note.key == "reference_logps")
+    assert "rounded by where its row is cut" in note.reason
+    assert not note.quiet
+
+
 def test_what_a_run_builds_is_its_plan(moe: Path) -> None:
     plan = planned(moe, "fine_tuning=LoRA", "num_nextn_predict_layers=1")
     built = build(plan, stage_of(plan.config), "a digest")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from erniekit.config.flat import KEYS
 from erniekit.config.note import Note
+from erniekit.config.sources import BARE
 from erniekit.config.view import View
 from erniekit.errors import ConfigError
 from erniekit.lora_scale import RSLORA_PLUS, default_alpha
@@ -40,7 +42,7 @@ def adapters_go_where_the_command_takes_them(run: View) -> tuple[Note, ...]:
         what, fix = "split cuts a model's weights and merges no adapters", _MERGE
     elif command == "quantize":
         what, fix = "quantize takes a whole model and merges no adapters", f"{_MERGE}, and quantize DEST"
-    elif command == "export" and not run.given("output_dir"):
+    elif command == "export" and not run.given("output_dir") and not _of_one_folder(run):
         what, fix = "output_dir is missing: where base + lora_path is written", _MERGE
     elif len(set(adapters)) < len(adapters):
         what, fix = "lora_path names an adapter twice", "name each once"
@@ -51,6 +53,26 @@ def adapters_go_where_the_command_takes_them(run: View) -> tuple[Note, ...]:
     if what:
         raise ConfigError(what, where=f"lora_path: {run.origin('lora_path')}", fix=fix)
     return ()
+
+
+def an_adapters_export_goes_into_its_folder(run: View) -> Iterator[Note]:
+    """As the folder itself given as a bare word, which errors about a base that moved cannot name for every command."""
+    if run.command == "export" and not run.given("output_dir") and _of_one_folder(run):
+        yield from run.set("output_dir", run["lora_path"][0], "the folder of the adapter")
+
+
+def _of_one_folder(run: View) -> bool:
+    """Typed `lora_path=DIR model_name_or_path=BASE`. Not a recipe, whose lora_path may be where its run began, nor a
+    bare BASE, behind which the result's place is named too."""
+    adapters, base = run["lora_path"], run.sources.given.get("model_name_or_path")
+    typed = run.given("lora_path") and not run.sources.given["lora_path"].in_file
+    return (
+        typed
+        and len(adapters) == 1
+        and base is not None
+        and base.origin != BARE
+        and os.path.isdir(os.path.expanduser(adapters[0]))
+    )
 
 
 def loss_type_decides_reference(run: View) -> Iterator[Note]:

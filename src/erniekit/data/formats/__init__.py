@@ -105,7 +105,7 @@ def reader_of(table: Registry, format: str, gives: type, several: bool = False) 
             found = reader(*row)
         except BadRow:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # which would end the command without a word
             raise BadRow("reader_failed", f"{format} of {package}: {type(error).__name__}: {error}"[:300]) from error
         if problem := unlike(found, gives, several):
             raise BadRow("reader_failed", f"{format} of {package}: {problem}"[:300])

@@ -233,7 +233,9 @@ def skip_line(stream: IO[bytes], size: int) -> tuple[int, bool]:
 
 def _too_big(path: str, number: int, size: int, limit: int, ended: bool = True) -> RowProblem:
     reason = f"the row has {size / 2**20:.0f} MiB or more; the limit is {limit / 2**20:.0f} MiB"
-    return RowProblem(path, number, "row_too_long", reason if ended else f"{reason}; the rest of the file is not read")
+    if not ended:
+        return RowProblem(path, number, UNREADABLE, f"{reason}; the rest of the file is not read")
+    return RowProblem(path, number, "row_too_long", reason)
 
 
 def _parquet(stored: IO[bytes], path: str) -> Iterator[tuple[int, Raw]]:
@@ -300,15 +302,15 @@ def _array(stream: IO[bytes], path: str, limit: int) -> Iterator[tuple[int, Raw]
             window.at += 1
             if window.next_char(_TEXT):
                 reason = "text follows the end of the array; rows after a damaged one may be lost"
-                yield number + 1, RowProblem(path, number + 1, "bad_json", reason)
+                yield number + 1, RowProblem(path, number + 1, UNREADABLE, reason)
             return
         number += 1
         if not char:
-            yield number, RowProblem(path, number, "bad_json", "the file ends before the array does")
+            yield number, RowProblem(path, number, UNREADABLE, "the file ends before the array does")
             return
         value = _element(window, path, number, limit)
         if isinstance(value, RowProblem) and not _skip_element(window):
-            yield number, replace(value, reason=f"{value.reason}; the rest of the file is not read")
+            yield number, replace(value, kind=UNREADABLE, reason=f"{value.reason}; the rest of the file is not read")
             return
         yield number, value
 

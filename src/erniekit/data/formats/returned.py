@@ -7,7 +7,7 @@ knows, for example.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -16,6 +16,7 @@ from erniekit.data.types import ChatMessage
 
 _ROLES = tuple(dict.fromkeys(ROLES.values()))
 _MESSAGES = ("messages", "prompt", "chosen", "rejected", "answer")
+_HALF = "holds half of a surrogate pair, which UTF-8 cannot write"
 
 
 def unlike(found: Any, gives: type, several: bool) -> str:
@@ -41,12 +42,16 @@ def _unlike(row: Any, gives: type) -> str:
 
 
 def _problem(name: str, value: Any) -> str:
-    if name in ("text", "label") and not isinstance(value, str):
-        return f"`{name}` {value!r}, which is no text"
+    if name in ("text", "label"):
+        if not isinstance(value, str):
+            return f"`{name}` {value!r}, which is no text"
+        return f"`{name}` that {_HALF}" if _has_half(value) else ""
     if name in (*_MESSAGES, "tools", "unused") and not isinstance(value, (list, tuple)):
         return f"`{name}` {_kind(value)}, not a tuple"
     if name in _MESSAGES:
         return next(filter(None, (_of_message(message, name) for message in value)), "")
+    if name == "unused":
+        return next((f"{_kind(one)} in `unused`, not text" for one in value if not isinstance(one, str)), "")
     return _of_objects(name, value) if name == "tools" else ""
 
 
@@ -58,15 +63,44 @@ def _of_message(message: Any, name: str) -> str:
     for field, text in (("content", message.content), ("thought", message.thought)):
         if not isinstance(text, str):
             return f"a message whose `{field}` is {_kind(text)}, not text"
+        if _has_half(text):
+            return f"a message whose `{field}` {_HALF}"
+    if not isinstance(message.tool_calls, (list, tuple)):
+        return f"a message whose `tool_calls` is {_kind(message.tool_calls)}, not a tuple"
     return _of_objects("tool_calls", message.tool_calls)
 
 
-def _of_objects(name: str, values: Iterable[Any]) -> str:
+def _of_objects(name: str, values: Sequence[Any]) -> str:
+    """Templates are given them as they are, and print them as JSON: each must be an object of it."""
+    if not values:
+        return ""
     try:
-        json.dumps(list(values))
+        written = json.dumps(values, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
         return f"`{name}` that are not JSON: {error}"
-    return ""
+    for value in values:
+        if not isinstance(value, dict):
+            return f"{_kind(value)} in `{name}`, not an object (a dict)"
+    if strange := next(_other_keys(values), None):
+        return f"`{name}` that are not JSON: a key is {strange}, not text"
+    return f"`{name}` with text that {_HALF}" if _has_half(written) else ""
+
+
+def _other_keys(value: Any) -> Iterator[str]:
+    """What keys are that json.dumps would turn into texts."""
+    if isinstance(value, dict):
+        yield from (_kind(key) for key in value if not isinstance(key, str))
+    if isinstance(value, (dict, list, tuple)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _other_keys(inner)
+
+
+def _has_half(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _kind(value: Any) -> str:

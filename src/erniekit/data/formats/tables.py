@@ -59,11 +59,11 @@ def table_rows(
             return
         except _RowTooLong:
             reason = f"the row has more than {limit / 2**20:.0f} MiB; the rest of the file is not read"
-            yield line, RowProblem(path, line, "row_too_long", reason)
+            yield line, RowProblem(path, line, UNREADABLE, reason)
             return
         except csv.Error as error:
             # Where a quote is missing, what follows cannot be divided into rows.
-            yield line, RowProblem(path, line, "bad_csv", f"not CSV: {error}; the rest of the file is not read")
+            yield line, RowProblem(path, line, UNREADABLE, f"not CSV: {error}; the rest of the file is not read")
             return
         heartbeat.beat()
         if not cells:

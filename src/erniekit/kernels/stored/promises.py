@@ -1,7 +1,8 @@
 """Whether a kind of stored weights keeps what every kind promises (docs/kernels.md): tried on a small matrix when a
 kind of an installed package is loaded. Called by kernels/stored/__init__.py.
 
-A kind that breaks one would give other numbers on two ranks than on one, or after a merged file is packed again.
+A kind that breaks one would give other numbers on two ranks than on one, or after a merged file is packed again; or
+train another model than the one that is written (product_promises.py).
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import torch
 
 from erniekit.kernels.stored.base import SLOTS, Stored, WeightKind
+from erniekit.kernels.stored.product_promises import broken_product
+from erniekit.weight_kinds import PLAIN
 
 SIDES = (64, 128, 256, 512)  # of the matrices tried: a kind that fits none of them, nor twice their columns, is not
 
@@ -48,7 +51,13 @@ def _problem(kind: WeightKind, weight: torch.Tensor, side: int) -> str:
     by_expert = kind.unpack(packed.of_experts(2), weight.dtype)
     if not torch.equal(by_expert, held.unflatten(0, (2, -1))):
         return "unpacks tensors of two experts [2, out, ...] otherwise than the same rows end to end"
-    return _columns_apart(kind, weight, held, side)
+    if problem := _columns_apart(kind, weight, held, side):
+        return problem
+    if packed.kind == kind.name:
+        return broken_product(kind, packed, weight.dtype)
+    if packed.kind == PLAIN and not (packed.data.shape == held.shape and torch.equal(packed.data.to(held.dtype), held)):
+        return f"packs a `Stored` without `kind={kind.name!r}`: it would be multiplied as a plain weight"
+    return ""  # another kind's products
 
 
 def _columns_apart(kind: WeightKind, weight: torch.Tensor, held: torch.Tensor, side: int) -> str:
