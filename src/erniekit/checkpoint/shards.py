@@ -12,6 +12,7 @@ import torch
 from erniekit import heartbeat
 from erniekit.checkpoint.safe import check_safetensors
 from erniekit.checkpoint.tensor_file import write_tensors
+from erniekit.checkpoint.writer import working_name
 
 GB = 1000**3
 
@@ -20,11 +21,6 @@ def write_json(path: Path, value: Any) -> None:
     # A path in it may hold bytes that are no UTF-8: their escapes are JSON's.
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     path.write_text(text, encoding="utf-8", errors="backslashreplace")
-
-
-def working_name(stem: str, number: int) -> str:
-    """Of a shard until the number of shards is known; a kill leaves it."""
-    return f".{stem}-part-{number}.safetensors"
 
 
 def write_shards(

@@ -251,6 +251,11 @@ def hidden(parent: Path, kind: str, name: str) -> Path:
     return parent / f".{kind}-{name}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
+def working_name(stem: str, number: int) -> str:
+    """Of a shard until the number of shards is known; a kill leaves it."""
+    return f".{stem}-part-{number}.safetensors"
+
+
 def remove_tree(folder: Path) -> None:
     """Links are removed and never followed, the folder itself among them."""
     if folder.is_symlink():

@@ -11,8 +11,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from erniekit.checkpoint.shards import working_name
-from erniekit.checkpoint.writer import remove_tree
+from erniekit.checkpoint.writer import remove_tree, working_name
 from erniekit.errors import ConfigError
 from erniekit.files import NotOurs, OwnedFiles
 from erniekit.files.record import some
