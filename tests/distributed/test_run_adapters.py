@@ -76,10 +76,7 @@ def go(ranks: Ranks, place: Path, case: str, output: str, work: Any, *more: Any,
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(c, marks=[pytest.mark.full] if c in ("fsdp2", "fsdp2 with lengths", "tp2 fsdp2") else [])
-        for c in CASES
-    ],
+    [pytest.param(c, marks=[pytest.mark.full] if c not in ("pp2", "ep2") else []) for c in CASES],
 )
 def test_all_ranks_write_the_file_that_one_rank_writes(case: str, ranks: Ranks, place: Path) -> None:
     go(ranks, place, case, f"{case}-one", run)

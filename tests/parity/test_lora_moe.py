@@ -70,9 +70,10 @@ SETTINGS = {
     "routed_only": LoRASettings.resolve(rank=4, targets=[r".*\.experts\..*"]),
     "down_and_router": LoRASettings.resolve(rank=4, targets=["q_proj", "down_proj", "gate"]),
 }
+OFTEN = ("all", "shared_a", "down_and_router")
 
 
-@pytest.mark.parametrize("case", SETTINGS)
+@pytest.mark.parametrize("case", [c if c in OFTEN else pytest.param(c, marks=pytest.mark.full) for c in SETTINGS])
 def test_an_adapter_trained_here_gives_the_same_logits_in_peft_and_comes_back_bit_for_bit(
     base: Path, tmp_path: Path, case: str
 ) -> None:

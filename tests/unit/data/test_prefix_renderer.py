@@ -132,7 +132,9 @@ def test_one_pass_gives_what_rendering_every_prefix_gives(name: str, with_templa
         assert got == (outcome(turns, Conversation(talk), tokenizer), outcome(prompt_ids, talk, tokenizer)), talk
 
 
-@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize(
+    "name", [n if n in ("chatml", "ernie") else pytest.param(n, marks=pytest.mark.full) for n in LINEAR]
+)
 def test_the_work_grows_with_the_turns_not_with_their_square(name: str, with_template, monkeypatch) -> None:
     """Counted: messages handed to the template, and characters handed to the vocabulary."""
     tokenizer = with_template(LINEAR[name])

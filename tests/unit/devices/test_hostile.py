@@ -76,6 +76,7 @@ def test_the_demo_holds_every_proof_on_a_hostile_device(tmp_path: Path) -> None:
     assert "no Triton kernels here" in done.stdout
 
 
+@pytest.mark.full
 def test_the_doctor_prints_what_was_tried_on_it(tmp_path: Path) -> None:
     done = typed("doctor", "device=hostile")
     assert "Hostile 9000" in done.stdout, done.stdout + done.stderr

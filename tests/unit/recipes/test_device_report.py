@@ -70,6 +70,7 @@ def test_a_device_that_cannot_say_whether_it_is_here_is_a_finding_and_the_others
     assert "Chip 9" in said, "the next one was tried"
 
 
+@pytest.mark.full
 def test_findings_and_a_count_that_raise_are_findings_and_the_device_is_named_all_the_same(kits: Path) -> None:
     code, said = doctor(kits, "unwell", "device=unwell")
     assert code == 1

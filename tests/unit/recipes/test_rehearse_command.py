@@ -33,6 +33,7 @@ def test_a_recipe_whose_ranks_match_is_fine(words, capsys):
     assert "all ranks' calls match, and none waits for ever" in out
 
 
+@pytest.mark.full
 def test_fp8_training_is_rehearsed_with_its_scales(words, capsys):
     """Their first values are measured before the step, and they move behind it: a reduction over the ranks each."""
 

@@ -76,6 +76,7 @@ def test_the_line_names_the_cluster_and_the_picture_is_printed(words, capsys):
     assert "G all_gather" in out
 
 
+@pytest.mark.full
 def test_a_slower_network_makes_a_longer_step(words, capsys):
     inside = told(capsys, *words, *SHARDED, "--cluster", "1x8xH200")
     across = told(capsys, *words, *SHARDED, "--cluster=8x1xH200")
