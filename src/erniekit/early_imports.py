@@ -6,7 +6,6 @@ recipes/plan_command.py and kernels/available.py; imports no torch.
 from __future__ import annotations
 
 import gc
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,18 +17,6 @@ from threading import Thread, main_thread
 OF_KERNELS = ("cutlass",)
 OF_COMPILER = ("sympy", "networkx")
 JAX = "jax"  # a second of imports: cutlass looks whether it is there, and nothing here calls it
-
-
-# What says how OpenMP's threads wait, of GNU's library and of Intel's.
-WAITS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-
-
-def let_threads_sleep() -> None:
-    """Before torch is imported, which reads it: OpenMP's threads sleep while they have nothing to do, unless the
-    environment says otherwise. Usually they spin; beside another process each then takes the processor that the thread
-    it waits for needs, and two runs on two cores were 30 to 80 times slower than one after the other."""
-    if not any(name in os.environ for name in WAITS):
-        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
 @contextmanager

@@ -56,6 +56,15 @@ def _is_signing(name: str) -> bool:
     return name in _SIGNED or bool(re.search(_SECRET, name) or re.match(_SIGNING, name))
 
 
+def is_utf8(text: str) -> bool:
+    """Whether it can be written as UTF-8: half a surrogate pair, or a byte of a name that is none, cannot."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def plain(text: str, most: int = LONGEST_LINE) -> str:
     """One line: what would not print as escapes, and the middle of a long text left out."""
     text = _UNPRINTED.sub(_escaped, public(text))

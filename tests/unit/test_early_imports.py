@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import gc
-import os
 import subprocess
 import sys
 from types import ModuleType
 
 import pytest
 
-from erniekit.early_imports import (
-    OF_KERNELS,
-    WAITS,
-    import_beside_torch,
-    let_threads_sleep,
-    without_collections,
-    without_jax,
-)
+from erniekit.early_imports import OF_KERNELS, import_beside_torch, without_collections, without_jax
 
 
 @pytest.mark.parametrize("compiles", [True, False])
@@ -64,24 +56,3 @@ def test_collections_go_on_after_imports() -> None:
     with without_collections():
         assert not gc.isenabled()
     assert gc.isenabled()
-
-
-def test_threads_of_a_command_sleep_while_they_wait_unless_the_environment_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Two runs on two cores wait for each other's threads else. That it is set before torch: what a command printed."""
-    for name in WAITS:
-        monkeypatch.delenv(name, raising=False)
-    code = (
-        "import os, sys; from erniekit.cli import main; sys.argv = ['erniekit', '--version']; main.main(); "
-        "print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
-    )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert printed.split()[-2:] == ["PASSIVE", "False"]
-    monkeypatch.setenv("GOMP_SPINCOUNT", "10000")
-    let_threads_sleep()
-    assert "OMP_WAIT_POLICY" not in os.environ
-    monkeypatch.delenv("GOMP_SPINCOUNT")
-    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    let_threads_sleep()
-    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"

@@ -12,10 +12,10 @@ from types import ModuleType
 
 from erniekit.cli.commands import COMMANDS
 from erniekit.cli.crash import report_crash
+from erniekit.cli.idle_threads import let_threads_sleep
 from erniekit.cli.installation import check_installation
 from erniekit.cli.interrupts import interrupts_wait_for_imports
 from erniekit.cli.system_limits import explained, require_descriptors
-from erniekit.early_imports import let_threads_sleep
 from erniekit.errors import ConfigError, ErnieKitError, Preempted
 from erniekit.launch.failure import record
 from erniekit.log import drop_stray_rank

@@ -118,9 +118,24 @@ class DataReport:
                 self.pair_lengths[name] = {"median": middle, "p95": high, "max": int(tokens.max())}
         self.desirable = int((parts["score_delta"] > 0).sum())
 
+    def breaks_off(self, max_bad_fraction: float) -> bool:
+        """Whether a file could not be read to its end. The rows behind are of no known number: one bad row, and no
+        share of them; only where every bad row is taken it is none too many."""
+        return UNREADABLE in self.bad and max_bad_fraction < 1
+
+    def is_too_bad(self, max_bad_fraction: float) -> bool:
+        return self.bad_fraction > max_bad_fraction or self.breaks_off(max_bad_fraction)
+
     def check(self, max_bad_fraction: float, bad_rows_path: Path) -> None:
         """Stops a run whose data is not what its owner expects."""
-        self._check_read_to_the_end(max_bad_fraction, bad_rows_path)
+        if self.breaks_off(max_bad_fraction):
+            cut = [f"{p.file}:{p.line}  {p.reason}" for p in self.first_bad if p.kind == UNREADABLE]
+            raise DataError(
+                f"{self.file} cannot be read to its end; "
+                f"{counted(self.rows - self.bad[UNREADABLE], 'row')} before were",
+                where="\n       ".join(cut) or f"kind `{UNREADABLE}` in {bad_rows_path}",
+                fix="get or write the file again, whole (max_bad_fraction: 1 uses what can be read of it)",
+            )
         if self.bad_fraction > max_bad_fraction:
             shown = [f"{p.file}:{p.line}  {p.kind}: {p.reason}" for p in _different(self.first_bad[:SHOWN])]
             more = self.bad_rows - len(shown)
@@ -142,17 +157,6 @@ class DataReport:
                 if self.rows
                 else "write rows into it, or leave it out",
             )
-
-    def _check_read_to_the_end(self, max_bad_fraction: float, bad_rows_path: Path) -> None:
-        """Where a file breaks off, the rows behind are of no known number: one bad row, and no share of them."""
-        if UNREADABLE not in self.bad or max_bad_fraction >= 1:
-            return
-        shown = [f"{p.file}:{p.line}  {p.reason}" for p in self.first_bad if p.kind == UNREADABLE]
-        raise DataError(
-            f"{self.file} cannot be read to its end; {counted(self.rows - self.bad[UNREADABLE], 'row')} before were",
-            where="\n       ".join(shown) or f"kind `{UNREADABLE}` in {bad_rows_path}",
-            fix="get or write the file again, whole (max_bad_fraction: 1 uses what can be read of it)",
-        )
 
     def lines(self) -> list[str]:
         what, learnt = ("pair", "scored") if self.pair_lengths else ("sample", "trained")

@@ -30,7 +30,7 @@ from erniekit.data.row_workers import Rows
 from erniekit.data.storage import Unchanged, located
 from erniekit.data.stream_store import ENDS, KEYS, PARTS_OF, StreamState, StreamStore
 from erniekit.data.tokenise import BAD_ROWS, IDS, LABELS, TokeniseJob, add_counts, cut, readable
-from erniekit.data.types import UNREADABLE, RowProblem, Sample
+from erniekit.data.types import RowProblem, Sample
 from erniekit.errors import DataError
 from erniekit.files import OwnedFiles, own, settle
 from erniekit.log import warn_once
@@ -267,9 +267,9 @@ class StreamSource:
         """The bound on bad rows holds for what was read. While that is little, one bad row is not a share yet."""
         report = self._stored_report(progress)
         too_many = report.bad_rows > max(1.0 if self._max_bad else 0.0, self._max_bad * report.rows)
-        if progress.ended or too_many or UNREADABLE in report.bad:
+        if progress.ended or too_many or report.breaks_off(self._max_bad):
             report, listed = self._reported(progress), self._bad_rows
-            if report.bad_rows and listed is not None and listed.parent.is_dir():
+            if report.is_too_bad(self._max_bad) and listed is not None and listed.parent.is_dir():
                 self.list_bad_rows(listed, append=False)
             else:  # of a machine that does not see the run's folder
                 listed = self._store.folder / BAD_ROWS

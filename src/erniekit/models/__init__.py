@@ -15,14 +15,13 @@ if TYPE_CHECKING:
 
 def _problem(name: str, spec: Any) -> str:
     """What is wrong with a family that an installed package brings."""
-    from erniekit.models.promised import table_problem
-    from erniekit.models.spec import FUNCTIONS, ModelSpec
+    from erniekit.models.spec import ModelSpec
 
     if not isinstance(spec, ModelSpec):
         return f"is not a ModelSpec but {type(spec).__name__}"
     if spec.name != name:
         return f"names itself {spec.name!r} in its ModelSpec"
-    return table_problem(spec.plan, spec.lora_targets, spec.fp32, {field: getattr(spec, field) for field in FUNCTIONS})
+    return spec.problem()
 
 
 MODELS = Registry(

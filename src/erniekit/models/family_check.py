@@ -111,8 +111,7 @@ def check_config(spec: ModelSpec, config: DecoderConfig, layout: str) -> None:
         ) from error
     if spec.name not in MODELS:
         return  # made in a program, where config.json does not name it
-    kind = written.get("model_type")
-    read_as = family_of(written) if isinstance(kind, str) else ""
+    kind, read_as = written.get("model_type"), family_of(written)
     if read_as != spec.name:
         raise ConfigError(
             f"`write_config` of family {spec.name} writes model_type {plain(repr(kind), 60)}, which is "

@@ -4,7 +4,7 @@ something else is named at once, not where its result is used. Called by spec.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,17 +49,6 @@ def promised(family: str, field: str, function: Any) -> Any:
     """The function with its result looked at; None and what cannot be called stay. Families are made from others."""
     inner = function.function if isinstance(function, Promised) else function
     return Promised(family, field, inner) if callable(inner) else inner
-
-
-def table_problem(plan: Any, lora_targets: Any, fp32: Any, functions: Mapping[str, Any]) -> str:
-    """What of a family's tables and functions is of another type than ModelSpec says; empty: nothing."""
-    for name, found in (("lora_targets", lora_targets), ("fp32", fp32)):
-        if not isinstance(found, tuple) or not all(isinstance(part, str) for part in found):
-            return f"has {name}={plain(repr(found), 60)} in its ModelSpec, not a tuple of names"
-    if not isinstance(plan, dict) or not all(isinstance(pattern, str) for pattern in plan):
-        return f"has plan={plain(repr(plan), 60)} in its ModelSpec, not a dict from patterns to rules"
-    odd = next((name for name, function in functions.items() if not callable(function)), None)
-    return f"has {odd}={plain(repr(functions[odd]), 60)} in its ModelSpec, not a function" if odd else ""
 
 
 def _not_as_promised(field: str, found: Any) -> str:

@@ -11,6 +11,7 @@ from erniekit.models import score_head
 from erniekit.models.config import DecoderConfig
 from erniekit.models.promised import promised
 from erniekit.parallel.plan import Plan
+from erniekit.printable import plain
 
 FUNCTIONS = ("read_config", "write_config", "build", "names")
 OPTIONAL = ("layout_of", "settle", "preprocessed")
@@ -42,6 +43,17 @@ class ModelSpec:
     def __post_init__(self) -> None:
         for name in (*FUNCTIONS, *OPTIONAL):
             object.__setattr__(self, name, promised(self.name, name, getattr(self, name)))
+
+    def problem(self) -> str:
+        """What of its tables and functions is of another type than is written here; empty: nothing."""
+        for name in ("lora_targets", "fp32"):
+            found = getattr(self, name)
+            if not isinstance(found, tuple) or not all(isinstance(part, str) for part in found):
+                return f"has {name}={plain(repr(found), 60)} in its ModelSpec, not a tuple of names"
+        if not isinstance(self.plan, dict) or not all(isinstance(pattern, str) for pattern in self.plan):
+            return f"has plan={plain(repr(self.plan), 60)} in its ModelSpec, not a dict from patterns to rules"
+        odd = next((name for name in FUNCTIONS if not callable(getattr(self, name))), None)
+        return f"has {odd}={plain(repr(getattr(self, odd)), 60)} in its ModelSpec, not a function" if odd else ""
 
     def entries(self, config: DecoderConfig, layout: str) -> list[Entry]:
         """`names`, with the score head of a classifier or reward model in the place of the LM head."""

@@ -17,11 +17,8 @@ BASE = "base model"
 ADAPTER = "adapter in lora_path"
 # Where one of these is another, a checkpoint's weights fit no tensor of the run, or not the scale of its adapters.
 _OF_ADAPTERS = ("lora_rank", "lora_alpha", "rslora", "lora_target_modules", "use_dora")
-_OF_STATES = (
-    "compute_type",
-    "optim",
-    "master_weights",
-)  # weights fit, but some states were not saved
+# Weights fit, but some of the optimiser's states were not saved.
+_OF_STATES = ("compute_type", "optim", "master_weights")
 CONTENTS = (TRAIN_DATA, EVAL_DATA, MODEL_CONFIG, BASE, ADAPTER)  # their values are digests
 
 _SINCE = {

@@ -46,8 +46,7 @@ def check_run(cfg: RunConfig) -> None:
     data = stage.open_data(plan, tokenizer, output)
     plan = with_data(plan, data)
     cfg = plan.config
-    run_summary.show_data(data, plan.config)
-    run_summary.warn_of_long_rows(data, plan.folder.config)
+    run_summary.show_data(data, plan)
     built, first = build(plan, stage), data.first_batch()
     scales_of(cfg, built, first)
     run_summary.show_coverage(built)

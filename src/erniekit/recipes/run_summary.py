@@ -68,11 +68,13 @@ def _faster(card: tuple[int, int]) -> str | None:
     return faster_attention(card, installed(flash4.PACKAGE), installed(cudnn_packed.PACKAGE))
 
 
-def show_data(data: TrainData, cfg: RunConfig) -> None:
+def show_data(data: TrainData, plan: RunPlan) -> None:
+    cfg = plan.config
     for label, sources in (("data", data.sources), ("eval", data.evaluation)):
         lines = [line for source in sources for line in source.report.lines()]
         for k, line in enumerate(lines + total_lines([s.report for s in sources])):
             emit(f"{label if k == 0 else '':<9}{line}")
+    warn_of_long_rows(data, plan.folder.config)
     amount = f"{counted(data.max_steps, 'step')}, {counted(data.packs_per_step, 'sequence')} each"
     if data.is_streamed:
         emit(f"train    {amount}; rows are read on while it trains (streaming)")

@@ -142,8 +142,7 @@ def run(stage: TrainingStage, cfg: RunConfig, command: Sequence[str], launch: st
         ends.callback(data.close)
         plan = with_data(plan, data)
         cfg = plan.config
-        run_summary.show_data(data, plan.config)
-        run_summary.warn_of_long_rows(data, plan.folder.config)
+        run_summary.show_data(data, plan)
         changed = changed_data(cfg, [source.report for source in (*data.sources, *data.evaluation)])
         for line in changed:
             emit(f"note     {line}")

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from erniekit.files.json_file import MAX_DEPTH, RepeatedKey, nests_deeper, unique_keys
 from erniekit.log import warn
 from erniekit.net.hosts import Hosts, client_group, from_another_site
+from erniekit.printable import is_utf8
 from erniekit.serve.engines.base import CLIENT
 from erniekit.serve.metrics import Metrics
 from erniekit.serve.request_error import RequestError, as_json
@@ -214,8 +215,8 @@ def _no_number(literal: str) -> NoReturn:
 def _is_encodable(value: Any) -> bool:
     """Whether all its text can be encoded: JSON may escape halves of surrogate pairs, and no tokenizer takes them."""
     try:
-        return bool(json.dumps(value, ensure_ascii=False).encode())
-    except (UnicodeEncodeError, RecursionError):
+        return is_utf8(json.dumps(value, ensure_ascii=False))
+    except RecursionError:
         return False
 
 

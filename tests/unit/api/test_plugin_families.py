@@ -35,11 +35,31 @@ def gelu(site: Path, tmp_path: Path) -> Path:
     """The page's family installed by the entry point that the page prints, and a model of it."""
     named, value = re.findall(r'^(\w+) = "my_package\.model:(\w+)"$', printed("toml"), re.MULTILINE)[0]
     install(site, "gelu-kit", {"models": f"{named} = gelu_model:{value}"}, gelu_model=printed("python"))
-    model = make_tiny_model(tmp_path / "gelu", family="llama")
+    return model_of(named, tmp_path)
+
+
+def model_of(name: str, place: Path) -> Path:
+    model = make_tiny_model(place / name, family="llama")
     told = json.loads((model / "config.json").read_text())
-    changed = {**told, "model_type": named, "hidden_act": "gelu_pytorch_tanh"}
+    changed = {**told, "model_type": name, "hidden_act": "gelu_pytorch_tanh"}
     (model / "config.json").write_text(json.dumps(changed))
     return model
+
+
+def recipe_of(place: Path, tuning: str) -> Path:
+    """One step on the page's rows."""
+    rows, recipe = place / "rows.jsonl", place / "recipe.json"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    keys = {**KEYS, "train_dataset_path": rows, "train_dataset_type": "messages", "max_steps": 1, "stage": "SFT"}
+    recipe.write_text(json.dumps({**keys, "fine_tuning": tuning}, default=str))
+    return recipe
+
+
+def install_with_targets(site: Path, place: Path, targets: str) -> Path:
+    """The page's family with other lora_targets, and a model of it."""
+    odd = printed("python").replace("build=GeluLlama,", f"build=GeluLlama, lora_targets={targets},")
+    install(site, "gelu-kit", {"models": "gelu_llama = gelu_model:SPEC"}, gelu_model=odd)
+    return model_of("gelu_llama", place)
 
 
 def test_the_family_that_the_page_prints_trains_exports_and_chats(gelu: Path, tmp_path: Path) -> None:
@@ -65,12 +85,7 @@ def test_the_family_that_the_page_prints_refuses_another_activation(
 def test_a_family_whose_names_are_wrong_trains_nothing_and_writes_nothing(
     site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    recipe = tmp_path / "recipe.json"
-    keys = {**KEYS, "train_dataset_path": rows, "train_dataset_type": "messages", "max_steps": 1, "stage": "SFT"}
-    recipe.write_text(json.dumps({**keys, "fine_tuning": "Full"}, default=str))
-    out = tmp_path / "run"
+    recipe, out = recipe_of(tmp_path, "Full"), tmp_path / "run"
     names = {
         "lost": "[e for e in llama.names(c, layout) if e.ours != 'norm.weight']",
         "moved": "[replace(e, theirs=('model.end.weight',)) if e.ours == 'norm.weight' else e"
@@ -80,10 +95,7 @@ def test_a_family_whose_names_are_wrong_trains_nothing_and_writes_nothing(
         code = printed("python").replace("gelu_llama", name)
         code = code.replace("build=GeluLlama,", f"build=GeluLlama, names=lambda c, layout: {entries},")
         install(site, f"{name}-kit", {"models": f"{name} = {name}_model:SPEC"}, **{f"{name}_model": code})
-        model = make_tiny_model(tmp_path / name, family="llama")
-        told = json.loads((model / "config.json").read_text())
-        changed = {**told, "model_type": name, "hidden_act": "gelu_pytorch_tanh"}
-        (model / "config.json").write_text(json.dumps(changed))
+        model_of(name, tmp_path)
 
     def said_of(name: str, *more: str) -> str:
         assert main(["train", str(recipe), f"model_name_or_path={tmp_path / name}", f"output_dir={out}", *more]) == 2
@@ -102,12 +114,7 @@ def test_a_family_whose_names_are_wrong_trains_nothing_and_writes_nothing(
 def test_targets_of_lora_that_a_family_has_not_are_named_and_a_weight_in_unnamed_parts_is_refused(
     site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    odd = printed("python").replace("build=GeluLlama,", "build=GeluLlama, lora_targets=('q_proj', 'gate'),")
-    install(site, "gelu-kit", {"models": "gelu_llama = gelu_model:SPEC"}, gelu_model=odd)
-    model = make_tiny_model(tmp_path / "gelu", family="llama")
-    told = json.loads((model / "config.json").read_text())
-    changed = {**told, "model_type": "gelu_llama", "hidden_act": "gelu_pytorch_tanh"}
-    (model / "config.json").write_text(json.dumps(changed))
+    model = install_with_targets(site, tmp_path, "('q_proj', 'gate')")
     folder = ModelFolder(str(model))
     assert {p.short_name for p in projections(folder.meta())} == {"q_proj"}
     assert "lora_targets of family gelu_llama: the model has no gate that LoRA could adapt" in capsys.readouterr().err
@@ -123,17 +130,8 @@ def test_targets_of_lora_that_a_family_has_not_are_named_and_a_weight_in_unnamed
 def test_a_family_without_a_projection_for_lora_is_refused_before_a_step(
     site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    odd = printed("python").replace("build=GeluLlama,", "build=GeluLlama, lora_targets=('gate',),")
-    install(site, "gelu-kit", {"models": "gelu_llama = gelu_model:SPEC"}, gelu_model=odd)
-    model = make_tiny_model(tmp_path / "gelu", family="llama")
-    told = json.loads((model / "config.json").read_text())
-    changed = {**told, "model_type": "gelu_llama", "hidden_act": "gelu_pytorch_tanh"}
-    (model / "config.json").write_text(json.dumps(changed))
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    keys = {**KEYS, "train_dataset_path": rows, "train_dataset_type": "messages", "max_steps": 1, "stage": "SFT"}
-    recipe = tmp_path / "recipe.json"
-    recipe.write_text(json.dumps({**keys, "fine_tuning": "LoRA"}, default=str))
+    model = install_with_targets(site, tmp_path, "('gate',)")
+    recipe = recipe_of(tmp_path, "LoRA")
     assert main(["train", str(recipe), f"model_name_or_path={model}", f"output_dir={tmp_path / 'run'}"]) == 2
     error = capsys.readouterr().err
     assert "LoRA would adapt nothing: a model of family gelu_llama has none of its lora_targets, gate" in error

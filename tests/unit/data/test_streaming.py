@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -361,3 +362,20 @@ def test_a_reader_that_goes_on_asks_the_server_for_the_rest_alone_if_it_sends_pa
     assert [again.sample(i).ids.tolist() for i in range(100)] == [local.sample(i).ids.tolist() for i in range(100)]
     assert again.report.bad == local.report.bad
     assert again.report.first_bad[0].line == 21
+
+
+def test_a_file_that_breaks_off_stops_the_reading_unless_all_bad_rows_are_taken(
+    tmp_path: Path, streamed: Callable[..., StreamSource]
+) -> None:
+    whole = json.dumps([said("a", n) for n in range(400)])
+    (cut := tmp_path / "cut.json").write_text(whole[:-20])
+    listed = tmp_path / "run" / "bad_rows.jsonl"
+    listed.parent.mkdir()
+    with pytest.raises(DataError, match=r"cannot be read to its end; 399 rows before were"):
+        streamed(cut, store="strict", bad=0.5, listed=listed).require_tokens(10**9)
+    assert len(listed.read_text().splitlines()) == 1
+    listed.unlink()
+    taken = streamed(cut, store="all", bad=1.0, listed=listed)
+    assert not taken.require_tokens(10**9), "it ends"
+    assert taken.report.bad == {"unreadable": 1}
+    assert not listed.exists(), "rows that stop nothing are listed with those of the other sources"

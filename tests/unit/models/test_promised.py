@@ -17,8 +17,7 @@ from erniekit.errors import ConfigError
 from erniekit.models import MODELS, llama
 from erniekit.models.config import DecoderConfig
 from erniekit.models.layers.decoder import Decoder
-from erniekit.models.promised import table_problem
-from erniekit.models.spec import FUNCTIONS, ModelSpec
+from erniekit.models.spec import ModelSpec
 
 
 @pytest.fixture(scope="module")
@@ -95,9 +94,5 @@ def test_a_family_made_from_another_has_its_own_name_in_errors() -> None:
     ],
 )
 def test_tables_of_another_type_are_problems_of_an_installed_family(changed: dict[str, Any], says: str) -> None:
-    def problem(spec: ModelSpec) -> str:
-        functions = {name: getattr(spec, name) for name in FUNCTIONS}
-        return table_problem(spec.plan, spec.lora_targets, spec.fp32, functions)
-
-    assert not any(problem(MODELS.get(name)) for name in MODELS.names())
-    assert re.match(says, problem(replace(llama.SPEC, **changed)))
+    assert not any(MODELS.get(name).problem() for name in MODELS.names())
+    assert re.match(says, replace(llama.SPEC, **changed).problem())

@@ -13,6 +13,7 @@ from typing import Any
 
 from erniekit.data.formats.message import ROLES
 from erniekit.data.types import ChatMessage
+from erniekit.printable import is_utf8
 
 _ROLES = tuple(dict.fromkeys(ROLES.values()))
 _MESSAGES = ("messages", "prompt", "chosen", "rejected", "answer")
@@ -45,7 +46,7 @@ def _problem(name: str, value: Any) -> str:
     if name in ("text", "label"):
         if not isinstance(value, str):
             return f"`{name}` {value!r}, which is no text"
-        return f"`{name}` that {_HALF}" if _has_half(value) else ""
+        return "" if is_utf8(value) else f"`{name}` that {_HALF}"
     if name in (*_MESSAGES, "tools", "unused") and not isinstance(value, (list, tuple)):
         return f"`{name}` {_kind(value)}, not a tuple"
     if name in _MESSAGES:
@@ -63,7 +64,7 @@ def _of_message(message: Any, name: str) -> str:
     for field, text in (("content", message.content), ("thought", message.thought)):
         if not isinstance(text, str):
             return f"a message whose `{field}` is {_kind(text)}, not text"
-        if _has_half(text):
+        if not is_utf8(text):
             return f"a message whose `{field}` {_HALF}"
     if not isinstance(message.tool_calls, (list, tuple)):
         return f"a message whose `tool_calls` is {_kind(message.tool_calls)}, not a tuple"
@@ -83,7 +84,7 @@ def _of_objects(name: str, values: Sequence[Any]) -> str:
             return f"{_kind(value)} in `{name}`, not an object (a dict)"
     if strange := next(_other_keys(values), None):
         return f"`{name}` that are not JSON: a key is {strange}, not text"
-    return f"`{name}` with text that {_HALF}" if _has_half(written) else ""
+    return "" if is_utf8(written) else f"`{name}` with text that {_HALF}"
 
 
 def _other_keys(value: Any) -> Iterator[str]:
@@ -93,14 +94,6 @@ def _other_keys(value: Any) -> Iterator[str]:
     if isinstance(value, (dict, list, tuple)):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _other_keys(inner)
-
-
-def _has_half(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return True
-    return False
 
 
 def _kind(value: Any) -> str:
